@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The names and words of src: what a reader cannot guess from a name, or reads twice.
+"""The names and words of src, and tests' names: what a reader cannot guess, or reads twice.
 
 words.txt lists the exceptions and the counts of today; both may only shrink. Run as a program, this
 file writes the list anew, and refuses if anything has been added.
@@ -44,6 +44,17 @@ GLOSSARY = frozenset(
 """Words of the project that are a class's name alone; the last two are errors' names."""
 
 EMPTY = {"it", "one", "them", "all", "do", "get", "data", "info", "thing", "of", "at"}
+
+PRONOUNS = re.compile(
+    r"_(nobodys?|somebodys?|anybodys?|everybodys?|who|whom|whose|ours|theirs|mine|others|ones|his"
+    r"|hers)(?=_|$)"
+    r"|_(it|them|one)$"
+    r"|_(at|by|for|from|in|of|on|to|with)_(it|them)_"
+    r"|_one_(that|which|with|without|is|has|was|goes|comes)_"
+    r"|^test_(it|they|nothing|that|these|this|those|what|where)_"
+)
+"""Words of a test's name that stand for a noun: a list of failed tests does not show which."""
+
 WORDS = ("nobody", "somebody", "whose", "who", "None where")
 RULES = ("D205", "D400", "D401")  # a docstring's first line: one sentence, which is imperative
 
@@ -91,6 +102,7 @@ def find_names() -> dict[str, set[str]]:
         "one word": union(classes[name] for name in single if named[name] not in GLOSSARY),
         "verb alone": alone,
         "empty word": {name for name in functions if second_word(name) in EMPTY},
+        "test name": find_test_names(),
     }
 
 
@@ -105,6 +117,17 @@ def second_word(function: str) -> str:
 
 def union(sets: Iterable[set[str]]) -> set[str]:
     return set().union(*sets)
+
+
+def find_test_names() -> set[str]:
+    """Return the tests with a pronoun in their names, as `unit/test_units.test_name`."""
+    tests = LIST.parent
+    return {
+        f"{path.relative_to(tests).with_suffix('')}.{name}"
+        for path in tests.rglob("test_*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+        if PRONOUNS.search(name)
+    }
 
 
 def share_of_verbs() -> int:
@@ -155,7 +178,9 @@ def written(names: dict[str, set[str]], counts: Counter[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("rule", ["class twice", "no noun", "one word", "verb alone", "empty word"])
+@pytest.mark.parametrize(
+    "rule", ["class twice", "no noun", "one word", "verb alone", "empty word", "test name"]
+)
 def test_new_name_tells_what_it_is(rule: str) -> None:
     assert find_names()[rule] - read_list()[0].get(rule, set()) == set()
 
