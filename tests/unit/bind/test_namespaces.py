@@ -11,7 +11,9 @@ from forestage.bind import namespaces
 
 
 @pytest.mark.parametrize("order", [(30, 9, 200), (200, 30, 9), (9, 200, 30)])
-def test_namespace_is_known_by_its_lowest_process(tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_mount_namespace_is_listed_once_by_its_lowest_pid(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
     """A child of another hook's that works in there ends, and a hook would think it gone."""
     for name, inode in [("self", 1), ("5", 1), *((str(pid), 2) for pid in order)]:
         (tmp_path / name / "ns").mkdir(parents=True)

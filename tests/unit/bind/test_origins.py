@@ -23,12 +23,12 @@ def bound(number: int, device: str, root: str) -> MountInfo:
     "inside",
     ["entries/0a/map", "entries/image", "jobs/7.0/disk", "looks/0a", "image", "entries/0a/image/x"],
 )
-def test_what_is_not_named_as_an_image_is_none_of_ours(inside: str) -> None:
+def test_mount_of_a_cache_file_other_than_an_entrys_image_is_no_redirect(inside: str) -> None:
     table = [bound(2, "259:1", f"/forestage/{inside}")]
     assert origins.list_binds(table, [CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))]) == []
 
 
-def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
+def test_bind_belongs_to_the_innermost_cache_whose_directory_and_device_match() -> None:
     inner = CacheOrigin(f"{HERE}/inner", BindOrigin("259:1", "/forestage/inner/"))
     outer = CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))
     table = [
@@ -52,7 +52,7 @@ def test_bind_is_of_the_cache_that_it_was_made_from() -> None:
         ("0:40", False, False),
     ],
 )
-def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
+def test_bind_of_an_earlier_cache_counts_by_device_number_unless_that_may_be_reused(
     cache: Cache, device: str, mounted: bool, counts: bool
 ) -> None:
     """A user's tmpfs, in a namespace of theirs, may get the number of a btrfs that is gone."""
@@ -69,7 +69,7 @@ def test_number_that_another_file_system_may_have_by_now_tells_no_bind(
     assert [one.cache for one in found] == [EARLIER] * counts
 
 
-def test_file_that_is_no_record_of_ours_names_no_cache(cache: Cache) -> None:
+def test_damaged_record_of_cache_origins_names_no_earlier_cache(cache: Cache) -> None:
     (cache.claims / origins.FILE).write_text("[1]")
     table = [MountInfo(1, 0, "8:1", "/", "/")]
     (only,) = origins.list_origins(Cache(Path(HERE), cache.claims), table)

@@ -37,7 +37,9 @@ def bind(path: str, key: str) -> RedirectBind:
         ([bind("/a", "key"), bind("/a", "older")], "unmount"),
     ],
 )
-def test_path_is_made_to_show_the_wanted_entry(bound: list[RedirectBind], expected: str) -> None:
+def test_redirect_step_is_mount_keep_or_unmount_by_the_topmost_bind(
+    bound: list[RedirectBind], expected: str
+) -> None:
     assert choose_redirect_step(bound, "/a", "key") == expected
 
 
@@ -48,7 +50,7 @@ PATHS = st.frozensets(st.sampled_from(["/a", "/b", "/c"]))
 
 
 @given(BINDS, PATHS)
-def test_only_a_redirect_that_no_lease_needs_is_unneeded(
+def test_unneeded_binds_are_those_of_paths_that_no_lease_needs(
     bound: list[RedirectBind], needed: frozenset[str]
 ) -> None:
     taken = list_unneeded_binds(bound, needed)
@@ -57,7 +59,7 @@ def test_only_a_redirect_that_no_lease_needs_is_unneeded(
 
 
 @given(BINDS, PATHS)
-def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
+def test_stale_binds_are_those_on_the_given_paths_that_show_another_key(
     bound: list[RedirectBind], paths: frozenset[str]
 ) -> None:
     taken = list_stale_binds(bound, paths, "k")
@@ -77,7 +79,7 @@ def test_stale_is_what_shows_other_bytes_and_nothing_elsewhere(
         ("parts/0a/image", ""),
     ],
 )
-def test_bind_of_anything_but_a_live_entry_has_no_key(
+def test_bind_of_an_evicted_or_deleted_entry_has_no_key(
     monkeypatch: pytest.MonkeyPatch, inside: str, key: str
 ) -> None:
     table = [

@@ -42,7 +42,9 @@ def claimed(
         yield [one.bind for one in unmount.claim_binds(cache, wanted, claims, now)]
 
 
-def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[MountInfo]) -> None:
+def test_bind_claimed_by_one_process_is_not_claimed_by_another(
+    cache: Cache, table: list[MountInfo]
+) -> None:
     five, six = bind(cache, 5), bind(cache, 6)
     with claimed(cache, five) as first, claimed(cache, five, six) as second:
         assert (first, second) == ([five], [six])
@@ -51,7 +53,7 @@ def test_bind_that_another_claims_is_left_to_it(cache: Cache, table: list[MountI
     assert list(cache.locks.iterdir()) == [], "claims leave no file"
 
 
-def test_bind_that_went_before_it_was_claimed_is_left_out(
+def test_bind_unmounted_before_the_claim_is_not_claimed(
     cache: Cache, table: list[MountInfo]
 ) -> None:
     """Its number may be another mount's by the time it is unmounted."""
@@ -61,7 +63,7 @@ def test_bind_that_went_before_it_was_claimed_is_left_out(
         assert mine == []
 
 
-def test_claim_that_goes_on_is_waited_for_until_the_end(
+def test_waiting_for_an_unmount_ends_with_the_claim_or_times_out(
     cache: Cache, table: list[MountInfo]
 ) -> None:
     five = bind(cache, 5)
@@ -94,7 +96,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return paths
 
 
-def test_path_that_hung_is_left_to_the_sweep_for_a_while(
+def test_hooks_skip_a_bind_whose_unmount_hung_until_the_note_is_old_and_the_sweep_retries(
     cache: Cache, table: list[MountInfo], hangs: set[str], me: User
 ) -> None:
     five, six = bind(cache, 5), bind(cache, 6)
@@ -117,7 +119,9 @@ def test_path_that_hung_is_left_to_the_sweep_for_a_while(
     assert list(cache.locks.iterdir()) == []
 
 
-def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[MountInfo]) -> None:
+def test_notes_of_hung_unmounts_are_deleted_once_the_mount_is_gone(
+    cache: Cache, table: list[MountInfo]
+) -> None:
     for number in (5, 7):
         (cache.locks / f"{number}.unmount").write_text(f"/lustre/{number}")
     cache.space_lock.touch()
@@ -125,7 +129,7 @@ def test_notes_of_mounts_that_have_gone_are_deleted(cache: Cache, table: list[Mo
     assert {file.name for file in cache.locks.iterdir()} == {"5.unmount", "space.lock"}
 
 
-def test_path_below_a_users_file_system_is_the_last(
+def test_bind_below_a_users_fuse_mount_is_unmounted_last(
     cache: Cache, table: list[MountInfo], hangs: set[str], monkeypatch: pytest.MonkeyPatch, me: User
 ) -> None:
     """It may hang whenever that user likes."""
@@ -141,6 +145,8 @@ def test_path_below_a_users_file_system_is_the_last(
     assert ordered == ["/lustre/6", "/lustre/5"]
 
 
-def test_taking_nothing_off_starts_no_child(monkeypatch: pytest.MonkeyPatch, me: User) -> None:
+def test_unmounting_an_empty_list_starts_no_child(
+    monkeypatch: pytest.MonkeyPatch, me: User
+) -> None:
     monkeypatch.setattr(as_user, "_fork_child", None)
     unmount.unmount_binds([], lambda bind: me)

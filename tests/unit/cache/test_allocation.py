@@ -32,7 +32,7 @@ BLOCK = 4096
         ([], 5, set()),
     ],
 )
-def test_chunks_with_data_are_told_from_the_holes(
+def test_chunks_with_data_are_listed_and_holes_are_not(
     source: int, data: list[int], size: int, found: set[int]
 ) -> None:
     os.truncate(source, size)
@@ -60,7 +60,7 @@ def test_chunk_with_a_byte_is_never_taken_for_a_hole(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_file_system_that_cannot_tell_has_no_holes(
+def test_file_system_without_seek_hole_counts_all_chunks_as_data(
     source: int, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     os.truncate(source, 3 * CHUNK + 1)
@@ -72,7 +72,9 @@ def test_file_system_that_cannot_tell_has_no_holes(
     assert allocation.list_data_chunks(source, 3 * CHUNK + 1, CHUNK) == {0, 1, 2, 3}
 
 
-def test_file_that_begins_within_a_chunk_counts_from_there(source: int) -> None:
+def test_data_chunks_of_a_file_that_begins_within_a_chunk_are_numbered_from_that_chunk(
+    source: int,
+) -> None:
     os.truncate(source, 4 * CHUNK)
     os.pwrite(source, b"x" * 2 * BLOCK, 2 * CHUNK - BLOCK)
     assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK) == {1, 2}
@@ -80,7 +82,7 @@ def test_file_that_begins_within_a_chunk_counts_from_there(source: int) -> None:
     assert allocation.list_data_chunks(source, 4 * CHUNK, CHUNK, 10 * CHUNK) == {11, 12}
 
 
-def test_file_with_many_holes_is_asked_twice_for_each_chunk(
+def test_listing_data_chunks_takes_two_lseeks_per_chunk_however_many_holes(
     source: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.truncate(source, 4 * CHUNK)
@@ -122,7 +124,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, answer: Lie) -> None:
 
 @pytest.mark.parametrize("answer", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("begins", [0, BLOCK, 10 * CHUNK - BLOCK])
-def test_any_answer_on_holes_comes_to_an_end(
+def test_listing_data_chunks_ends_whatever_lseek_answers(
     source: int, monkeypatch: pytest.MonkeyPatch, answer: Lie, begins: int
 ) -> None:
     lie(monkeypatch, answer)
@@ -135,7 +137,7 @@ def test_any_answer_on_holes_comes_to_an_end(
 @pytest.mark.parametrize("answer", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("begins", [0, 10 * CHUNK - BLOCK])
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_holes_of_other_file_systems_decide_on_space_alone(
+def test_holes_of_an_untrusted_file_system_save_space_but_are_read(
     source: int, monkeypatch: pytest.MonkeyPatch, answer: Lie, begins: int, is_sparse: bool
 ) -> None:
     size = 4 * CHUNK
@@ -150,14 +152,14 @@ def test_holes_of_other_file_systems_decide_on_space_alone(
     assert found.sparse == (every if is_sparse else set())
 
 
-def test_holes_of_the_kernels_own_file_systems_are_not_read(source: int) -> None:
+def test_holes_of_the_kernels_own_file_systems_are_neither_read_nor_reserved(source: int) -> None:
     os.truncate(source, 4 * CHUNK)
     os.pwrite(source, b"x", 2 * CHUNK)
     assert allocation.map_chunks(source, 4 * CHUNK, CHUNK) == ({2}, {2}, set())
 
 
 @pytest.mark.parametrize("has_call", [True, False])
-def test_hole_has_no_bytes_of_an_earlier_copy_whatever_the_disk_can_do(
+def test_punched_hole_reads_as_zeros_even_if_the_disk_cannot_punch(
     part: Part, monkeypatch: pytest.MonkeyPatch, has_call: bool
 ) -> None:
     size = 40 * CHUNK + 5
@@ -169,7 +171,7 @@ def test_hole_has_no_bytes_of_an_earlier_copy_whatever_the_disk_can_do(
     assert part.image.read_bytes() == b"x" * CHUNK + bytes(size - CHUNK)
 
 
-def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
+def test_reserved_part_has_full_size_allocated_space_and_an_empty_map(part: Part) -> None:
     allocation.reserve_part(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5
     assert part.allocated() >= 3 * CHUNK + 5
@@ -177,7 +179,7 @@ def test_part_has_its_size_its_space_and_an_empty_map(part: Part) -> None:
     assert {path.stat().st_mode & 0o777 for path in (part.image, part.map)} == {0o600}
 
 
-def test_holes_take_no_space(part: Part) -> None:
+def test_reserving_a_part_allocates_only_the_chunks_with_data(part: Part) -> None:
     size = 1000 * CHUNK
     allocation.reserve_part(part, size, CHUNK, {1, 2, 500})
     assert part.image.stat().st_size == size
@@ -187,7 +189,7 @@ def test_holes_take_no_space(part: Part) -> None:
     os.close(fd)
 
 
-def test_second_reserve_keeps_what_is_copied(part: Part) -> None:
+def test_second_reserve_keeps_bytes_and_map_of_the_part(part: Part) -> None:
     allocation.reserve_part(part, 2 * CHUNK, CHUNK, {0, 1})
     with part.image.open("r+b") as file:
         file.write(b"first")
@@ -218,7 +220,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
-def test_full_disk_is_an_error_at_once(
+def test_reserve_on_a_full_or_failing_disk_raises_at_the_first_call(
     part: Part, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     kernel = Kernel(number)
@@ -229,7 +231,7 @@ def test_full_disk_is_an_error_at_once(
     assert len(kernel.asked) == 1
 
 
-def test_file_system_that_cannot_reserve_is_used_all_the_same(
+def test_file_system_without_fallocate_gets_a_part_of_full_size(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libc, "call_libc", Kernel(errno.EOPNOTSUPP))
@@ -237,7 +239,7 @@ def test_file_system_that_cannot_reserve_is_used_all_the_same(
     assert part.image.stat().st_size == 2 * CHUNK
 
 
-def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
+def test_neighbouring_chunks_are_reserved_in_one_call_and_not_beyond_the_end_of_file(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One extent for each run: a file in thousands of pieces is read slowly."""
@@ -260,7 +262,9 @@ def test_neighbours_are_reserved_in_one_call_and_not_beyond_the_end(
         (1000 * CHUNK, set(), 16_000),
     ],
 )
-def test_needed_is_what_reserve_takes(part: Part, size: int, data: set[int], needed: int) -> None:
+def test_needed_bytes_equal_what_reserve_part_allocates(
+    part: Part, size: int, data: set[int], needed: int
+) -> None:
     assert allocation.needed_bytes(size, CHUNK, data) == needed
     allocation.reserve_part(part, size, CHUNK, data)
     assert needed <= part.allocated() < needed + 3 * BLOCK

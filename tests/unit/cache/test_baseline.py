@@ -27,27 +27,27 @@ def seconds(site: Site, key: str, **config: object) -> float:
     )
 
 
-def test_start_that_unpacks_reads_all_of_it(site: Site, key: str) -> None:
+def test_baseline_of_an_unpacking_start_is_reading_the_whole_image(site: Site, key: str) -> None:
     assert seconds(site, key) == 8.0
 
 
-def test_start_that_was_seen_to_read_a_part_reads_that(site: Site, key: str) -> None:
+def test_baseline_of_a_mounting_start_is_reading_the_hot_pieces(site: Site, key: str) -> None:
     wanted = site.look(site.lustre / "a.sqsh")
     hot.save_hot_map(site.node.cache, wanted, {0, 7})
     assert seconds(site, key) == 2 * HOT_PIECE / 1048576
     assert seconds(site, key, unpack_ratio=0) == 2.0
 
 
-def test_start_that_reads_nobody_knows_how_much_is_not_known(site: Site, key: str) -> None:
+def test_baseline_is_zero_without_unpack_ratio_and_hot_map(site: Site, key: str) -> None:
     assert seconds(site, key, unpack_ratio=0) == 0.0
 
 
-def test_entry_without_a_rate_or_gone_is_not_known(site: Site) -> None:
+def test_baseline_of_an_entry_that_has_no_rate_or_is_missing_is_zero(site: Site) -> None:
     assert seconds(site, site.publish(site.image("b.sqsh"))) == 0.0
     assert seconds(site, "f" * 32) == 0.0
 
 
 @pytest.mark.parametrize("text", [b"", b"[", b'{"a":1}', b'["x"]'])
-def test_damaged_map_is_none(site: Site, key: str, text: bytes) -> None:
+def test_damaged_hot_map_is_ignored_in_the_baseline(site: Site, key: str, text: bytes) -> None:
     (site.node.cache.entry_dir(key) / "hot").write_bytes(text)
     assert seconds(site, key) == 8.0

@@ -17,13 +17,13 @@ def test_digests_are_the_same_in_every_release() -> None:
     )
 
 
-def test_digest_fills_one_entry_of_the_map() -> None:
+def test_chunk_digest_has_the_length_of_a_map_entry() -> None:
     assert len(digest_chunk(b"x")) == ENTRY_BYTES == len(MISSING)
     assert not any(MISSING)
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
+def test_flipped_bit_changes_the_chunks_digest(data: bytes, draw: st.DataObject) -> None:
     bit = draw.draw(st.integers(0, len(data) * 8 - 1))
     other = bytearray(data)
     other[bit // 8] ^= 1 << bit % 8
@@ -32,7 +32,7 @@ def test_flipped_bit_shows(data: bytes, draw: st.DataObject) -> None:
 
 
 @given(st.lists(st.binary(max_size=9), min_size=2, unique=True))
-def test_order_of_chunks_is_part_of_the_images_digest(chunks: list[bytes]) -> None:
+def test_image_digest_depends_on_the_order_of_chunks(chunks: list[bytes]) -> None:
     each = [digest_chunk(chunk) for chunk in chunks]
     assert split_map(b"".join(each)) == each
     assert digest_image(b"".join(each)) != digest_image(b"".join(each[::-1]))

@@ -26,7 +26,7 @@ from forestage.system.probe import HangReport
         (30.0, 0.01, "cache-hangs"),  # known from another hook
     ],
 )
-def test_disk_that_had_no_time_to_answer_is_not_said_to_hang(
+def test_disk_that_had_little_time_to_answer_is_declined_with_deadline_not_cache_hangs(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     refuse: Callable[[NodePaths, Cache, float], None],

@@ -66,7 +66,7 @@ def want(free: int) -> EvictionGoal:
 
 
 @pytest.mark.parametrize("step", [3600.0, 40 * 86400.0])
-def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_since(
+def test_entry_dated_in_the_future_is_superseded_by_a_newer_entry_of_the_path(
     step: float,
 ) -> None:
     now = 1e9
@@ -155,7 +155,7 @@ def test_entry_made_before_the_clock_was_set_back_is_superseded_by_one_made_sinc
         ),
     ],
 )
-def test_plans(
+def test_eviction_plan_picks_the_expected_victims(
     things: list[StoredEntry], leased: str, goal: EvictionGoal, path: str, expected: EvictionPlan
 ) -> None:
     assert plan(things, frozenset(leased.split()), room(), goal, path) == expected
@@ -249,7 +249,7 @@ ALICE, BOB = 1, 2
         ),
     ],
 )
-def test_nobody_evicts_others_entries_for_more_than_their_share(
+def test_user_above_the_share_evicts_own_entries_not_those_of_other_users(
     things: list[StoredEntry],
     copies: dict[int, int],
     user: int | None,
@@ -309,7 +309,7 @@ def test_nobody_evicts_others_entries_for_more_than_their_share(
         ),
     ],
 )
-def test_data_takes_no_images_place(
+def test_data_evicts_data_only_and_stays_within_its_share(
     things: list[StoredEntry], free: int, data: int, expected: EvictionPlan
 ) -> None:
     at = CacheSpace(0, 100, max_size=NO_LIMIT, min_free=0, low=NO_LIMIT, share=NO_LIMIT, data=30)
@@ -340,7 +340,7 @@ COPIES = st.dictionaries(st.sampled_from([0, ALICE, BOB]), st.integers(0, 100))
 
 
 @given(THINGS, KEYS, ROOMS, GOALS, st.sampled_from(["", "/x"]), COPIES, st.sampled_from([None, 1]))
-def test_every_plan_keeps_the_rules(
+def test_any_eviction_plan_spares_leased_and_pinned_entries_and_evicts_nothing_in_vain(
     things: list[StoredEntry],
     leased: frozenset[str],
     at: CacheSpace,
@@ -380,7 +380,7 @@ def test_every_plan_keeps_the_rules(
         assert before - lost + by_key[last].bytes > at.share
 
 
-def test_room_for_a_copy_keeps_min_free_and_max_size() -> None:
+def test_eviction_goal_for_a_copy_keeps_min_free_and_max_size() -> None:
     at = CacheSpace(free=100, used=50, max_size=80, min_free=7, low=60, share=40)
     assert goal_for_copy(at, 20) == EvictionGoal(free=27, used=60)
     assert goal_at_rest(at) == EvictionGoal(free=7, used=60)
@@ -398,7 +398,7 @@ def test_make_room_that_cannot_succeed_evicts_nothing(
     assert cache.read(key) is not None
 
 
-def test_locks_of_keys_that_are_gone_are_removed(
+def test_lock_files_of_keys_without_entry_or_part_are_removed_unless_held(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     entry = publish(make_image()).key
@@ -414,7 +414,7 @@ def test_locks_of_keys_that_are_gone_are_removed(
     assert names == {f"{key}.lock" for key in keys}
 
 
-def test_copy_under_way_counts_as_used(cache: Cache) -> None:
+def test_space_of_a_copy_under_way_counts_as_used(cache: Cache) -> None:
     """Two copies at once must not both take the same room."""
     before = evict.measure_space(cache, [], ALL_MAY_STAY).used
     cache.part_dir("key").mkdir()
@@ -424,7 +424,7 @@ def test_copy_under_way_counts_as_used(cache: Cache) -> None:
     assert evict.measure_space(cache, [], ALL_MAY_STAY).used - before >= 1 << 20
 
 
-def test_data_under_way_counts_for_the_share_of_data() -> None:
+def test_data_copies_under_way_count_against_the_share_of_data() -> None:
     at = CacheSpace(0, 100, NO_LIMIT, 0, NO_LIMIT, NO_LIMIT, data=30, data_under_way=15)
     things = [stored("a", 1), stored("d", 2, kind="data")]
     assert plan(things, frozenset(), at, want(0), data=5) == EvictionPlan((), 0, True)

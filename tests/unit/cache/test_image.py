@@ -48,14 +48,14 @@ def test_each_part_of_an_identity_changes_the_key(field: str) -> None:
 
 
 @given(IDENTITIES)
-def test_key_is_a_plain_file_name_and_stays_the_same(identity: FileIdentity) -> None:
+def test_key_is_32_hex_digits_and_survives_encoding_of_the_identity(identity: FileIdentity) -> None:
     assert len(identity.key) == 32
     assert set(identity.key) <= set("0123456789abcdef")
     decoded = msgspec.json.decode(msgspec.json.encode(identity), type=FileIdentity)
     assert decoded.key == identity.key
 
 
-def test_keys_are_the_same_in_every_release() -> None:
+def test_key_of_an_identity_is_the_same_in_every_release() -> None:
     """A changed hash would make every node copy everything again, and keep the old entries."""
     identity = FileIdentity("/lustre/a.sqsh", 1, 2, 3, 4)
     assert identity.key == "e91c67c53b3a6d66c63340198ac67a5e"
@@ -73,7 +73,9 @@ def test_keys_are_the_same_in_every_release() -> None:
         ("/ü b", "", "/ü b"),
     ],
 )
-def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expected: str) -> None:
+def test_requested_path_is_made_absolute_without_folding_dot_dot(
+    asked: str, work_dir: str, expected: str
+) -> None:
     # /a/link/../b is not /a/b: only the kernel may resolve it.
     assert resolve_requested_path(Request(asked, "option"), work_dir) == expected
 
@@ -98,7 +100,9 @@ def test_path_is_made_absolute_and_not_folded(asked: str, work_dir: str, expecte
         ("/" + "ü" * 2048, "/home", "bad-path"),
     ],
 )
-def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> None:
+def test_request_that_is_no_usable_path_is_declined_with_its_reason(
+    asked: str, work_dir: str, reason: str
+) -> None:
     with pytest.raises(Declined) as caught:
         resolve_requested_path(Request(asked, "hint"), work_dir)
     assert caught.value.reason == reason
@@ -106,7 +110,9 @@ def test_unusable_path_is_declined(asked: str, work_dir: str, reason: str) -> No
 
 
 @pytest.mark.parametrize(("path", "at"), [("set/", ""), ("a.sqsh", "/mnt"), ("a.tar", "job")])
-def test_data_without_a_directory_is_told_how_a_path_is_written(path: str, at: str) -> None:
+def test_bare_name_of_data_is_declined_with_a_hint_on_how_to_write_the_path(
+    path: str, at: str
+) -> None:
     with pytest.raises(Declined) as caught:
         resolve_requested_path(Request(path, "hint", at), "/home")
     assert (caught.value.reason, caught.value.what) == ("bad-path", f"{path} is no path")
@@ -114,7 +120,9 @@ def test_data_without_a_directory_is_told_how_a_path_is_written(path: str, at: s
 
 
 @given(st.text(), st.text())
-def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
+def test_any_request_text_becomes_an_absolute_path_or_is_declined(
+    asked: str, work_dir: str
+) -> None:
     try:
         path = resolve_requested_path(Request(asked, "hint"), work_dir)
     except Declined:
@@ -135,7 +143,9 @@ def test_any_request_is_a_path_or_declined(asked: str, work_dir: str) -> None:
         ("/a", ["/"], True),
     ],
 )
-def test_below_means_inside_a_directory(path: str, directories: list[str], expected: bool) -> None:
+def test_path_is_below_a_directory_only_if_inside_it(
+    path: str, directories: list[str], expected: bool
+) -> None:
     assert is_below_any(path, directories) is expected
 
 
@@ -183,7 +193,7 @@ HEAD = squashfs.beginning(bytes(96))
 
 
 @pytest.mark.parametrize("head", [HEAD[:32], HEAD, squashfs.beginning(b"\xff" * 32)])
-def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None:
+def test_file_with_a_squashfs_superblock_passes_check_squashfs(head: bytes) -> None:
     check_squashfs(msgspec.structs.replace(facts_of(), head=head))
 
 
@@ -201,7 +211,7 @@ def test_squashfs_superblock_may_be_redirected_for_the_node(head: bytes) -> None
         bytes(8) + HEAD,
     ],
 )
-def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
+def test_file_without_a_squashfs_superblock_is_declined_as_not_squashfs(head: bytes) -> None:
     with pytest.raises(Declined) as caught:
         check_squashfs(msgspec.structs.replace(facts_of(), head=head))
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("not-squashfs", False)
@@ -219,7 +229,7 @@ def test_other_bytes_are_not_redirected_for_the_node(head: bytes) -> None:
         (b"sqsh" + HEAD[4:40] + b"\xff" * 8, False),
     ],
 )
-def test_image_that_ends_before_its_superblock_says_so_is_truncated(
+def test_image_shorter_than_its_superblock_says_is_declined_as_truncated(
     head: bytes, short: bool
 ) -> None:
     found = msgspec.structs.replace(facts_of(), head=head)
@@ -238,7 +248,7 @@ def with_mode(mode: int) -> PathFacts:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o755, 0o1600])
-def test_complete_image_in_a_directory_that_the_user_lists_suits_the_node(mode: int) -> None:
+def test_complete_image_in_a_listable_directory_may_be_redirected_for_the_node(mode: int) -> None:
     check_node_redirect(with_mode(mode))
 
 
@@ -252,7 +262,7 @@ def test_complete_image_in_a_directory_that_the_user_lists_suits_the_node(mode: 
         (msgspec.structs.replace(SUITS, written=True), "written"),
     ],
 )
-def test_what_would_hurt_others_is_not_redirected_for_the_node(
+def test_image_whose_redirect_would_affect_other_users_is_declined_for_the_node(
     found: PathFacts, reason: str
 ) -> None:
     with pytest.raises(Declined) as caught:
@@ -274,7 +284,9 @@ def test_what_would_hurt_others_is_not_redirected_for_the_node(
         (None, "source-error"),
     ],
 )
-def test_error_of_the_users_own_look_is_never_our_failure(number: int | None, reason: str) -> None:
+def test_error_when_the_user_opens_the_source_declines_and_never_fails(
+    number: int | None, reason: str
+) -> None:
     error = OSError() if number is None else OSError(number, os.strerror(number))
     declined = declined_by_open_error(error, "/a", User("alice", 7, 7))
     assert (declined.reason, isinstance(declined, Failed)) == (reason, False)

@@ -26,19 +26,19 @@ OWN = CacheLocation(ROOT, "/mnt/nvme", "xfs 1")
         ("/mnt", "xfs 1", False),  # the same by another mount point
     ],
 )
-def test_disk_below_is_another_one_unless_the_file_system_is_the_same(
+def test_disk_counts_as_unmounted_if_the_file_system_at_the_cache_changed(
     point: str, file_system: str, is_unmounted: bool
 ) -> None:
     now = CacheLocation(ROOT, point, file_system)
     assert known_disks.is_unmounted(OWN, now) is is_unmounted
 
 
-def test_disk_without_an_identity_is_never_the_same_by_another_mount_point() -> None:
+def test_disk_without_file_system_identity_counts_as_unmounted_at_another_mount_point() -> None:
     known = CacheLocation(ROOT, "/mnt/nvme", "")
     assert known_disks.is_unmounted(known, CacheLocation(ROOT, "/", ""))
 
 
-def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) -> None:
+def test_remembered_disk_replaces_only_the_disk_of_the_same_cache(tmp_path: Path) -> None:
     file = tmp_path / "lib/forestage/caches.json"
     other = CacheLocation("/data/forestage", "/data", "ext4 3")
     new = CacheLocation(ROOT, "/mnt/nvme", "xfs 2")
@@ -51,7 +51,7 @@ def test_each_cache_has_a_disk_and_a_new_one_replaces_its_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("file_system", ["ext4 5", ""])
-def test_disk_below_never_replaces_one_that_was_unmounted_since_the_look(
+def test_root_file_system_never_replaces_the_remembered_disk_of_a_cache(
     tmp_path: Path, file_system: str
 ) -> None:
     file = tmp_path / "caches.json"
@@ -60,7 +60,7 @@ def test_disk_below_never_replaces_one_that_was_unmounted_since_the_look(
     assert known_disks.read_known_disks(file) == KnownDisks(caches=(OWN,))
 
 
-def test_disk_that_is_remembered_is_not_written_again_but_for_an_admin(tmp_path: Path) -> None:
+def test_remembered_disk_is_rewritten_only_if_an_admin_accepts_it(tmp_path: Path) -> None:
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
     before = file.stat()

@@ -23,12 +23,12 @@ Publish = Callable[[SourceImage], Entry]
 Make = Callable[..., SourceImage]
 
 
-def test_making_a_cache_touches_nothing(tmp_path: Path) -> None:
+def test_constructing_a_cache_object_creates_no_files(tmp_path: Path) -> None:
     Cache(tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prepare_makes_a_layout_only_root_reads(tmp_path: Path) -> None:
+def test_prepare_creates_the_cache_layout_readable_by_root_only(tmp_path: Path) -> None:
     made = Cache(tmp_path / "disk/cache")
     made.prepare(require_mount=False)
     made.prepare(require_mount=False)
@@ -46,7 +46,7 @@ def test_prepare_makes_a_layout_only_root_reads(tmp_path: Path) -> None:
     assert tag.startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
 
 
-def test_prepare_interrupted_anywhere_is_finished_by_the_next(
+def test_interrupted_prepare_is_finished_by_the_next_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Cache(tmp_path / "cache")
@@ -64,7 +64,9 @@ def test_prepare_interrupted_anywhere_is_finished_by_the_next(
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o702, 0o710, 0o777])
-def test_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None:
+def test_cache_root_accessible_to_group_or_other_users_is_refused(
+    tmp_path: Path, mode: int
+) -> None:
     root = tmp_path / "cache"
     root.mkdir()
     root.chmod(mode)
@@ -74,7 +76,7 @@ def test_root_that_others_reach_is_not_used(tmp_path: Path, mode: int) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> None:
+def test_cache_root_owned_by_another_user_is_refused(tmp_path: Path, as_root: None) -> None:
     root = tmp_path / "cache"
     root.mkdir(mode=0o700)
     os.chown(root, 65534, 65534)
@@ -83,7 +85,7 @@ def test_root_of_another_user_is_not_used(tmp_path: Path, as_root: None) -> None
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
-def test_root_that_is_a_symlink_is_not_used(tmp_path: Path, target: str) -> None:
+def test_cache_root_that_is_a_symlink_is_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(target)
     with pytest.raises(Failed, match="not a directory of root's"):
@@ -92,7 +94,7 @@ def test_root_that_is_a_symlink_is_not_used(tmp_path: Path, target: str) -> None
 
 
 @pytest.mark.parametrize("text", ["2\n", "", "1", "garbage"])
-def test_another_format_is_neither_read_nor_changed(tmp_path: Path, text: str) -> None:
+def test_cache_of_another_format_is_refused_and_left_unchanged(tmp_path: Path, text: str) -> None:
     root = tmp_path / "cache"
     root.mkdir(mode=0o700)
     (root / "format").write_text(text)
@@ -145,7 +147,7 @@ def test_file_system_that_is_remembered_is_used_without_the_mount_table(
         made.must_be_on_its_disk(require_mount=True)
 
 
-def test_published_entry_is_found_with_its_bytes(
+def test_published_entry_is_found_by_its_source_image(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -161,7 +163,7 @@ def test_published_entry_is_found_with_its_bytes(
     assert list(cache.parts.iterdir()) == []
 
 
-def test_fifo_in_a_part_ends_its_publishing_and_holds_it_up_no_longer(
+def test_publish_fails_on_a_fifo_in_the_part_without_hanging(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = module.records.write
@@ -177,7 +179,7 @@ def test_fifo_in_a_part_ends_its_publishing_and_holds_it_up_no_longer(
     assert list(cache.entries.iterdir()) == []
 
 
-def test_other_bytes_or_other_rights_are_another_image(
+def test_entry_is_not_found_for_a_source_with_other_mtime_or_rights(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -232,7 +234,7 @@ def _foreign_record(entry: Path) -> None:
         _foreign_record,
     ],
 )
-def test_damaged_entry_is_never_found_but_listed_and_replaced(
+def test_damaged_entry_is_not_found_but_listed_and_replaced_by_publish(
     cache: Cache, publish: Publish, make_image: Make, damage: Callable[[Path], None]
 ) -> None:
     wanted = make_image()
@@ -245,7 +247,7 @@ def test_damaged_entry_is_never_found_but_listed_and_replaced(
     assert cache.find(wanted) == entry
 
 
-def test_stray_file_among_the_entries_stops_nothing(
+def test_stray_directory_among_the_entries_is_listed_as_an_entry(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
@@ -253,7 +255,7 @@ def test_stray_file_among_the_entries_stops_nothing(
     assert {one.key for one in cache.stored_entries()} == {make_image().key, "empty"}
 
 
-def test_bytes_are_durable_before_the_name(
+def test_publish_syncs_image_map_and_part_before_the_entries_directory(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -274,7 +276,7 @@ def test_bytes_are_durable_before_the_name(
     assert [path for path in synced if path in order][-4:] == order
 
 
-def test_use_is_noted_and_a_missing_note_is_no_damage(
+def test_last_use_of_an_entry_is_recorded_and_a_missing_record_is_no_damage(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -285,7 +287,7 @@ def test_use_is_noted_and_a_missing_note_is_no_damage(
     assert cache.stored_entries()[0].entry is not None
 
 
-def test_pin_is_a_file_that_anybody_can_see(
+def test_entry_is_pinned_by_a_file_in_its_directory(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
@@ -294,7 +296,7 @@ def test_pin_is_a_file_that_anybody_can_see(
     assert cache.stored_entries()[0].pinned
 
 
-def test_same_key_can_be_evicted_while_an_earlier_one_is_still_being_deleted(
+def test_key_can_be_evicted_again_while_its_earlier_entry_is_being_deleted(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
@@ -305,7 +307,7 @@ def test_same_key_can_be_evicted_while_an_earlier_one_is_still_being_deleted(
     assert sorted(path.name for path in cache.evicted.iterdir()) == [f"{key}.{n}" for n in range(3)]
 
 
-def test_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
+def test_evict_fails_without_an_endless_loop_if_the_entry_cannot_be_renamed(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(make_image())
@@ -319,7 +321,7 @@ def test_evicted_folder_that_cannot_be_emptied_is_an_error_and_no_endless_loop(
     assert caught.value.reason == "evicted-stays"
 
 
-def test_stager_is_who_has_the_keys_lock_and_wrote_its_record_since(
+def test_stager_is_reported_only_while_its_key_lock_is_held_and_its_part_record_is_newer(
     cache: Cache, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -340,7 +342,7 @@ def test_stager_is_who_has_the_keys_lock_and_wrote_its_record_since(
     assert cache.stager(wanted.key) is None
 
 
-def test_bytes_are_those_on_disk(tmp_path: Path) -> None:
+def test_tree_bytes_counts_allocated_not_apparent_size(tmp_path: Path) -> None:
     with (tmp_path / "image").open("wb") as file:
         file.truncate(1 << 30)
     assert tree_bytes(tmp_path) < 1 << 20
@@ -350,7 +352,7 @@ def test_bytes_are_those_on_disk(tmp_path: Path) -> None:
     assert tree_bytes(tmp_path) >= 1 << 20
 
 
-def test_only_user_of_an_entry_is_known_until_there_is_another(
+def test_entry_records_its_only_user_until_a_second_user_uses_it(
     cache: Cache, make_image: Make
 ) -> None:
     wanted = make_image()
@@ -366,7 +368,7 @@ def test_only_user_of_an_entry_is_known_until_there_is_another(
 
 
 @pytest.mark.parametrize("text", [b"", b"many", b"\xff", b"7" * 5000])
-def test_entry_of_which_no_user_can_be_told_is_nobodys(
+def test_entry_with_a_damaged_user_record_counts_for_no_user(
     cache: Cache, publish: Publish, make_image: Make, text: bytes
 ) -> None:
     key = publish(make_image()).key
@@ -379,7 +381,7 @@ def test_entry_of_which_no_user_can_be_told_is_nobodys(
     [(9.0, 500.0, True), (9.0, 0.0, True), (9.0, 501.0, False), (0.0, 500.0, False)],
     ids=["as made", "expected no more", "used", "of a job"],
 )
-def test_entry_for_pending_jobs_is_unused_until_its_time_is_another(
+def test_entry_copied_for_a_pending_job_is_unused_until_its_time_of_use_changes(
     expected: float, used: float, unused: bool, make_image: Make
 ) -> None:
     made = make_image()
@@ -391,7 +393,7 @@ def test_entry_for_pending_jobs_is_unused_until_its_time_is_another(
 @pytest.mark.parametrize(
     ("step", "goes"), [(-40 * 86400.0, True), (40 * 86400.0, True), (60.0, False)]
 )
-def test_what_a_killed_hook_left_goes_wherever_the_clock_is_now(
+def test_unfinished_files_are_dropped_if_their_age_is_large_in_either_direction(
     cache: Cache, step: float, goes: bool
 ) -> None:
     cache.root.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def lease(job: int = 1, *uses: EntryUse) -> Lease:
     return Lease(job, ALICE, 5.0, "/cache", uses)
 
 
-def test_fresh_boot_has_no_leases(leases: LeaseDirectory) -> None:
+def test_lease_directory_of_a_fresh_boot_has_no_leases(leases: LeaseDirectory) -> None:
     assert leases.all() == []
     assert leases.read(1) is None
     assert (leases.keys(), leases.redirected()) == (frozenset(), frozenset())
@@ -40,7 +40,7 @@ def test_written_leases_are_read_back(leases: LeaseDirectory) -> None:
     assert leases.redirected() == {"/a", "/b"}
 
 
-def test_only_root_reads_leases(leases: LeaseDirectory) -> None:
+def test_lease_files_are_readable_by_root_only(leases: LeaseDirectory) -> None:
     leases.write(lease())
     assert leases.directory.stat().st_mode & 0o777 == 0o700
     assert leases.file(1).stat().st_mode & 0o777 == 0o600
@@ -49,7 +49,7 @@ def test_only_root_reads_leases(leases: LeaseDirectory) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"null", b"[]", b"\xff", b'{"job": 1}', b'{"job": "1"}', b"\0" * 100]
 )
-def test_damaged_lease_is_an_error_and_never_no_lease(
+def test_damaged_lease_raises_instead_of_counting_as_no_lease(
     leases: LeaseDirectory, damage: bytes
 ) -> None:
     leases.write(lease(1, EntryUse("k", "/a")))
@@ -66,7 +66,7 @@ def test_damaged_lease_is_an_error_and_never_no_lease(
     assert leases.keys() == {"l"}
 
 
-def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(
+def test_lease_without_an_entry_keeps_its_other_entries_and_an_empty_lease_is_deleted(
     leases: LeaseDirectory,
 ) -> None:
     held = lease(1, EntryUse("k"), EntryUse("k", "/a"), EntryUse("l"))
@@ -78,7 +78,7 @@ def test_given_up_entry_leaves_the_others_and_an_empty_lease_no_file(
 
 
 @pytest.mark.parametrize("what", ["saves", "uses"])
-def test_lease_is_bounded_in_bytes_however_long_its_paths_are(
+def test_lease_is_declined_beyond_its_maximal_size_in_bytes(
     leases: LeaseDirectory, what: str
 ) -> None:
     """As many as a job likes, of 4 KiB each; what it holds stays, and may be given up."""
@@ -94,24 +94,24 @@ def test_lease_is_bounded_in_bytes_however_long_its_paths_are(
     assert leases.keys() == {"k"}
 
 
-def test_lease_that_notes_where_the_job_saves_stays_without_uses(leases: LeaseDirectory) -> None:
+def test_lease_with_a_save_path_stays_without_entries(leases: LeaseDirectory) -> None:
     leases.put(lease(1, EntryUse("k")).saving("/x").without("k"))
     assert leases.all() == [lease(1).saving("/x")]
     assert leases.keys() == frozenset()
 
 
-def test_path_that_is_not_redirected_any_more_leaves_its_entry_leased() -> None:
+def test_unredirected_path_leaves_its_entry_leased() -> None:
     held = lease(1, EntryUse("k", "/a"), EntryUse("k", "/b"), EntryUse("l", "/a"), EntryUse("l"))
     assert held.unredirected("/a").uses == (EntryUse("k"), EntryUse("k", "/b"), EntryUse("l"))
 
 
-def test_half_written_file_of_a_crash_is_no_lease(leases: LeaseDirectory) -> None:
+def test_half_written_lease_file_of_a_crash_is_ignored(leases: LeaseDirectory) -> None:
     leases.write(lease(1, EntryUse("k")))
     (leases.directory / ".2.json.x7z").write_bytes(b"{")
     assert len(leases.all()) == 1
 
 
-def test_redirect_replaces_the_plain_use_of_its_entry() -> None:
+def test_lease_with_a_redirect_of_an_entry_replaces_its_plain_use() -> None:
     plain = lease(1, EntryUse("k"), EntryUse("l"))
     assert plain.with_use(EntryUse("k", "/a")).uses == (EntryUse("l"), EntryUse("k", "/a"))
 
@@ -120,7 +120,7 @@ USES = st.builds(EntryUse, key=st.sampled_from("kl"), path=st.sampled_from(["", 
 
 
 @given(st.lists(USES))
-def test_uses_only_grow_and_never_repeat(uses: list[EntryUse]) -> None:
+def test_uses_of_a_lease_only_grow_and_never_repeat(uses: list[EntryUse]) -> None:
     held = lease()
     for use in uses:
         before = held
@@ -131,7 +131,7 @@ def test_uses_only_grow_and_never_repeat(uses: list[EntryUse]) -> None:
     assert len(set(held.uses)) == len(held.uses)
 
 
-def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: LeaseDirectory) -> None:
+def test_lease_mark_changes_when_a_hook_confirms_the_lease(leases: LeaseDirectory) -> None:
     """By that a sweep knows that its question to Slurm is out of date."""
     assert leases.mark(1) is None
     leases.write(lease(1))
@@ -147,7 +147,7 @@ def test_lease_that_a_hook_goes_on_with_has_another_mark(leases: LeaseDirectory)
     pytest.fail("it was not confirmed")
 
 
-def test_jobs_with_a_lease_are_known_though_it_be_damaged(leases: LeaseDirectory) -> None:
+def test_jobs_with_a_damaged_lease_are_listed(leases: LeaseDirectory) -> None:
     assert leases.jobs() == ()
     for job in (12, 3):
         leases.write(lease(job))
@@ -165,7 +165,7 @@ SAID = JobNotes(True, 3.0, True, (b"/lustre/\xff.sqsh",), WANTED, ("a line",), T
 WORDS = {name: word for name, word in msgspec.structs.asdict(SAID).items() if name != "uid"}
 
 
-def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(
+def test_job_notes_are_read_back_and_keep_a_lease_without_entries(
     leases: LeaseDirectory,
 ) -> None:
     leases.say(lease(), **WORDS)
@@ -177,9 +177,7 @@ def test_what_was_said_is_read_back_and_keeps_a_lease_that_holds_nothing(
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_lease_goes_once_nothing_is_said_or_held_any_more(
-    leases: LeaseDirectory, name: str
-) -> None:
+def test_lease_without_notes_and_entries_is_deleted(leases: LeaseDirectory, name: str) -> None:
     leases.say(lease(), **{name: getattr(SAID, name)})
     assert leases.read(1) is not None
     leases.say(lease(), **{name: getattr(JobNotes(), name)})
@@ -187,7 +185,7 @@ def test_lease_goes_once_nothing_is_said_or_held_any_more(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b'{"off": 1}', b"\0" * 100])
-def test_what_was_said_is_never_nothing_where_it_is_damaged(
+def test_damaged_job_notes_raise_instead_of_counting_as_none(
     leases: LeaseDirectory, damage: bytes
 ) -> None:
     """The job may have said stage=off."""
@@ -200,7 +198,7 @@ def test_what_was_said_is_never_nothing_where_it_is_damaged(
     assert leases.said(1) == JobNotes()
 
 
-def test_what_was_left_without_a_lease_is_not_said_to_the_next_run(leases: LeaseDirectory) -> None:
+def test_job_notes_without_a_lease_are_not_read_by_the_next_run(leases: LeaseDirectory) -> None:
     leases.note(1, lease().user.uid, off=True)
     leases.say(lease(), told=True)
     assert leases.said(1) == JobNotes(told=True)
@@ -211,7 +209,7 @@ def of_bob(*uses: EntryUse) -> Lease:
     return msgspec.structs.replace(lease(1, *uses), user=User("bob", 4242, 4242))
 
 
-def test_record_of_another_users_job_with_the_same_number_is_never_read(
+def test_lease_and_notes_of_another_users_job_with_the_same_number_are_not_read(
     leases: LeaseDirectory,
 ) -> None:
     leases.say(lease(1, EntryUse("k")), **WORDS)
@@ -224,7 +222,7 @@ def test_record_of_another_users_job_with_the_same_number_is_never_read(
     assert leases.nodelist(1, bob) == ""
 
 
-def test_lease_of_another_user_takes_over_nothing_that_was_said_to_the_first(
+def test_lease_of_another_user_takes_over_no_notes_of_the_first_user(
     leases: LeaseDirectory,
 ) -> None:
     """As where a hook was killed between the two files."""
@@ -237,7 +235,9 @@ def test_lease_of_another_user_takes_over_nothing_that_was_said_to_the_first(
     assert leases.said(1, lease().user.uid) == JobNotes()
 
 
-def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: LeaseDirectory) -> None:
+def test_old_node_lists_of_jobs_without_a_lease_are_listed_and_dropped(
+    leases: LeaseDirectory,
+) -> None:
     leases.write(lease(1))
     for job, when in ((1, 5), (2, 5), (3, 50)):
         file = leases.directory / f"{job}.nodes"
@@ -253,7 +253,7 @@ def test_nodes_of_jobs_without_a_lease_are_listed_once_they_are_old(leases: Leas
     ("start", "uid", "is_of"),
     [(100, 1, True), (0, 1, True), (200, 1, False), (100, 2, False), (0, 2, False)],
 )
-def test_lease_is_of_a_job_by_its_user_and_by_its_start_where_both_are_known(
+def test_lease_belongs_to_a_job_by_user_and_by_start_time_if_both_know_the_start(
     start: int, uid: int, is_of: bool
 ) -> None:
     own = Lease(1, User("u", 1, 1), 0.0, "/c", start=100)
@@ -261,7 +261,9 @@ def test_lease_is_of_a_job_by_its_user_and_by_its_start_where_both_are_known(
     assert Lease(1, User("u", 1, 1), 0.0, "/c").is_of(1, start)
 
 
-def test_job_leaves_nothing_whatever_was_noted_of_it(leases: LeaseDirectory) -> None:
+def test_dropping_a_lease_deletes_all_files_of_the_job_but_the_prologs_mark(
+    leases: LeaseDirectory,
+) -> None:
     """But the mark of its Prolog, which that may have locked."""
     leases.say(lease(1), told=True)
     for kind in ("nodes", "shown", "whatever", "prolog"):
@@ -271,7 +273,9 @@ def test_job_leaves_nothing_whatever_was_noted_of_it(leases: LeaseDirectory) -> 
     assert {file.name for file in leases.directory.iterdir()} == {"1.prolog", "11.json"}
 
 
-def test_what_outlived_its_lease_goes_with_the_sweep(leases: LeaseDirectory) -> None:
+def test_drop_unfinished_deletes_notes_without_a_lease_but_keeps_node_lists(
+    leases: LeaseDirectory,
+) -> None:
     leases.say(lease(2), told=True)
     for name in ("1.said", "1.shown", "1.whatever", "1.nodes"):
         (leases.directory / name).touch()

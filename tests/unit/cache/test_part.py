@@ -51,7 +51,7 @@ def owner(wanted: SourceImage, **changes: Any) -> PartRecord:
         (bytes(15) + b"\1" + OUT * 2, [1, 2], 4),
     ],
 )
-def test_map_of_three_chunks_tells_what_is_in(
+def test_map_of_three_chunks_gives_missing_chunks_and_done_bytes(
     digests: bytes, missing: list[int], done: int
 ) -> None:
     assert list_missing_chunks(digests, size=9, chunk=4) == missing
@@ -59,7 +59,7 @@ def test_map_of_three_chunks_tells_what_is_in(
 
 
 @given(st.integers(1, 1000), st.integers(1, 100), st.data())
-def test_copied_and_missing_chunks_make_the_whole(
+def test_copied_and_missing_chunks_of_any_map_make_the_whole_image(
     size: int, chunk: int, data: st.DataObject
 ) -> None:
     count = chunk_count(size, chunk)
@@ -71,7 +71,9 @@ def test_copied_and_missing_chunks_make_the_whole(
     assert len(digests) == count * ENTRY_BYTES
 
 
-def test_written_owner_is_read_back_and_the_part_is_roots(part: Part, make_image: Make) -> None:
+def test_part_record_is_read_back_and_the_part_is_readable_by_root_only(
+    part: Part, make_image: Make
+) -> None:
     assert part.owner() is None
     one = owner(make_image(), phase="copying", began=2.5, resumed=3)
     part.write_owner(owner(make_image()))
@@ -81,7 +83,7 @@ def test_written_owner_is_read_back_and_the_part_is_roots(part: Part, make_image
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"null", b"\xff", b"{}", b"\0" * 100])
-def test_part_whose_owner_cannot_be_read_is_nobodys(
+def test_part_with_a_damaged_record_has_no_owner_and_is_not_resumed(
     part: Part, make_image: Make, damage: bytes
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -91,7 +93,7 @@ def test_part_whose_owner_cannot_be_read_is_nobodys(
     assert not part.resumable_in("b")
 
 
-def test_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
+def test_stray_file_among_the_parts_has_no_owner(part: Part) -> None:
     part.directory.touch()
     assert part.owner() is None
 
@@ -107,7 +109,7 @@ def test_stray_file_among_the_parts_is_nobodys(part: Part) -> None:
         ({"engine": "rsync"}, False),
     ],
 )
-def test_copy_goes_on_only_with_its_own_beginning(
+def test_part_is_resumable_only_by_the_same_copy_in_the_same_boot(
     part: Part, make_image: Make, changes: dict[str, object], resumable: bool
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -115,14 +117,14 @@ def test_copy_goes_on_only_with_its_own_beginning(
     assert part.resumable(owner(make_image(), **changes)) is resumable
 
 
-def test_copy_never_goes_on_where_its_bytes_are_gone(part: Part, make_image: Make) -> None:
+def test_part_without_its_image_file_is_not_resumable(part: Part, make_image: Make) -> None:
     """Whoever deleted the part may have been killed between the image and the map."""
     part.write_owner(owner(make_image()))
     assert not part.resumable(owner(make_image()))
 
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns", "access"])
-def test_copy_never_goes_on_with_another_files_beginning(
+def test_part_of_another_source_or_other_rights_is_not_resumable(
     part: Part, make_image: Make, field: str
 ) -> None:
     part.write_owner(owner(make_image()))
@@ -134,7 +136,7 @@ def test_copy_never_goes_on_with_another_files_beginning(
     assert not part.resumable(owner(other))
 
 
-def test_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
+def test_part_is_not_resumable_after_a_reboot(part: Part, make_image: Make) -> None:
     """After a power cut the map may have reached the disk and the bytes not."""
     assert not part.resumable_in("b")
     part.write_owner(owner(make_image()))
@@ -142,7 +144,9 @@ def test_part_outlives_no_reboot(part: Part, make_image: Make) -> None:
     assert not part.resumable_in("c")
 
 
-def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make) -> None:
+def test_copied_bytes_come_from_the_map_or_for_rsync_from_the_files_size(
+    part: Part, make_image: Make
+) -> None:
     chunks, rsync = owner(make_image(size=9)), owner(make_image(size=9), engine="rsync")
     assert (part.copied(chunks), part.copied(rsync), part.allocated()) == (0, 0, 0)
     part.directory.mkdir()
@@ -154,7 +158,7 @@ def test_progress_is_the_map_or_for_rsync_the_size(part: Part, make_image: Make)
     assert (part.copied(chunks), part.copied(rsync)) == (4, 9)
 
 
-def test_notes_of_a_killed_stager_on_peers_and_source_end_with_it(
+def test_next_stager_clears_the_killed_stagers_notes_on_peers_and_source(
     part: Part, make_image: Make
 ) -> None:
     """Else others would read in the stead of one that can read again."""
@@ -167,7 +171,7 @@ def test_notes_of_a_killed_stager_on_peers_and_source_end_with_it(
     assert not part.source_failed.exists()
 
 
-def test_allocated_bytes_are_those_on_disk(part: Part) -> None:
+def test_allocated_bytes_of_a_part_exclude_holes(part: Part) -> None:
     part.directory.mkdir()
     with part.image.open("wb") as file:
         file.truncate(1 << 30)
@@ -177,7 +181,7 @@ def test_allocated_bytes_are_those_on_disk(part: Part) -> None:
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
-def test_copy_that_goes_on_does_not_stand_still_once_the_clock_was_set(
+def test_copy_with_a_fresh_map_is_not_stalled_after_the_clock_was_set(
     part: Part, step: float
 ) -> None:
     """Its record is of before."""
@@ -192,7 +196,9 @@ def test_copy_that_goes_on_does_not_stand_still_once_the_clock_was_set(
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
-def test_hook_that_waited_before_the_clock_was_set_waits_no_more(part: Part, step: float) -> None:
+def test_hook_that_waited_before_the_clock_was_set_no_longer_counts_as_waiting(
+    part: Part, step: float
+) -> None:
     part.directory.mkdir()
     part.waited.touch()
     part.note_waiting(1e9)
@@ -200,7 +206,7 @@ def test_hook_that_waited_before_the_clock_was_set_waits_no_more(part: Part, ste
     assert not part.is_waited_for(1e9 + step)
 
 
-def test_copy_stands_still_since_its_last_chunk_or_its_last_byte(part: Part) -> None:
+def test_copy_is_stalled_since_its_last_change_of_map_or_image(part: Part) -> None:
     part.directory.mkdir()
     assert part.stood_still(1000.0) == 1000.0
     part.image.touch()

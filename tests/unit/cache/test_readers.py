@@ -62,14 +62,14 @@ def has(server: ArrivalMap, image: Path) -> list[int]:
         (TAIL + PIECE, 4, []),
     ],
 )
-def test_only_whole_pieces_are_in(
+def test_only_completely_arrived_pieces_can_be_read(
     stager: ArrivalMap, server: ArrivalMap, image: Path, start: int, length: int, pieces: list[int]
 ) -> None:
     stager.arrived(start, length)
     assert has(server, image) == pieces
 
 
-def test_pieces_of_another_part_do_not_count(
+def test_pieces_of_another_part_file_cannot_be_read(
     stager: ArrivalMap, server: ArrivalMap, tmp_path: Path
 ) -> None:
     stager.arrived(0, SIZE)
@@ -79,7 +79,7 @@ def test_pieces_of_another_part_do_not_count(
 
 
 @pytest.mark.parametrize(("number", "left"), [(1, [0, 1, 2, 3, 8, 9]), (2, list(range(8)))])
-def test_forgotten_chunk_is_not_in(
+def test_forgotten_chunk_cannot_be_read(
     stager: ArrivalMap, server: ArrivalMap, image: Path, number: int, left: list[int]
 ) -> None:
     stager.arrived(0, SIZE)
@@ -87,7 +87,7 @@ def test_forgotten_chunk_is_not_in(
     assert has(server, image) == left
 
 
-def test_next_stager_begins_without_marks(
+def test_arrival_map_of_the_next_stager_is_empty(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
@@ -95,7 +95,7 @@ def test_next_stager_begins_without_marks(
     assert has(server, image) == []
 
 
-def test_end_leaves_neither_marks_nor_files(
+def test_end_of_a_copy_clears_and_deletes_the_arrival_map(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
@@ -104,7 +104,7 @@ def test_end_leaves_neither_marks_nor_files(
     assert not directory.exists()
 
 
-def test_keepers_socket_outlives_the_copy(stager: ArrivalMap, directory: Path) -> None:
+def test_socket_of_the_keeper_outlives_the_copy(stager: ArrivalMap, directory: Path) -> None:
     assert not stager.served()
     (directory / "sock").touch()
     assert stager.served()
@@ -112,7 +112,7 @@ def test_keepers_socket_outlives_the_copy(stager: ArrivalMap, directory: Path) -
     assert os.listdir(directory) == ["sock"]
 
 
-def test_chunks_that_somebody_waits_for_are_wanted_first(
+def test_chunks_wanted_now_come_before_chunks_wanted_soon(
     stager: ArrivalMap, server: ArrivalMap
 ) -> None:
     server.want(0, SOON)
@@ -123,7 +123,7 @@ def test_chunks_that_somebody_waits_for_are_wanted_first(
     assert stager.wanted() == [0]
 
 
-def test_other_nodes_ask_less_urgently_than_jobs(
+def test_chunks_requested_by_other_nodes_come_after_those_that_jobs_wait_for(
     stager: ArrivalMap, server: ArrivalMap, directory: Path
 ) -> None:
     server.want(1, NOW)
@@ -135,7 +135,7 @@ def test_other_nodes_ask_less_urgently_than_jobs(
     assert not directory.exists()
 
 
-def test_copy_is_told_of_a_read_for_a_moment(stager: ArrivalMap, server: ArrivalMap) -> None:
+def test_stager_sees_a_readers_activity_for_30_ms(stager: ArrivalMap, server: ArrivalMap) -> None:
     now, calm = 1_000_000_000, 30_000_000
     assert not stager.reading(now, calm)
     server.note_read(now)
@@ -143,7 +143,7 @@ def test_copy_is_told_of_a_read_for_a_moment(stager: ArrivalMap, server: Arrival
     assert later == (True, False)
 
 
-def test_full_run_makes_no_memory_and_leaves_nothing(
+def test_arrival_map_on_a_full_run_is_not_created_and_leaves_no_files(
     directory: Path, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
@@ -154,7 +154,7 @@ def test_full_run_makes_no_memory_and_leaves_nothing(
     assert not directory.exists()
 
 
-def test_server_learns_the_size_of_a_chunk_from_the_stager(
+def test_server_reads_the_chunk_size_from_the_stagers_arrival_map(
     stager: ArrivalMap, directory: Path, image: Path
 ) -> None:
     server = ArrivalMap(directory, SIZE)
@@ -167,7 +167,9 @@ def test_server_learns_the_size_of_a_chunk_from_the_stager(
     assert server.has(0, PIECE, 1) is False  # its files are gone, and still mapped
 
 
-def test_bytes_that_jobs_read_are_counted(stager: ArrivalMap, directory: Path) -> None:
+def test_bytes_read_through_are_counted_in_all_and_of_the_source(
+    stager: ArrivalMap, directory: Path
+) -> None:
     server = ArrivalMap(directory, SIZE)
     server.count_read(100, of_source=False)
     server.count_read(30, of_source=True)

@@ -51,7 +51,7 @@ def note(leases: LeaseDirectory, places: NodePaths, *images: RecordedImage) -> l
     return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_record_names_all_that_decided_and_the_lease_last(
+def test_step_record_names_all_files_that_decided_and_has_mode_600(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
@@ -74,7 +74,7 @@ def test_record_names_all_that_decided_and_the_lease_last(
     assert leases.shown(JOB).stat().st_mode & 0o777 == 0o600
 
 
-def test_second_image_joins_the_first_though_the_lease_changed(
+def test_second_image_joins_the_first_in_the_step_record_after_the_lease_changed(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())
@@ -87,7 +87,7 @@ def test_second_image_joins_the_first_though_the_lease_changed(
 
 
 @pytest.mark.parametrize("name", ["conf.d/site.yaml", "conf.d/new.yaml", "forestage.yaml"])
-def test_what_was_found_under_another_configuration_is_forgotten(
+def test_images_recorded_under_another_configuration_are_dropped_from_the_step_record(
     leases: LeaseDirectory, places: NodePaths, name: str
 ) -> None:
     note(leases, places, image())
@@ -96,7 +96,7 @@ def test_what_was_found_under_another_configuration_is_forgotten(
     assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
 
 
-def test_image_that_the_lease_does_not_hold_is_left_out(
+def test_image_that_the_lease_does_not_hold_is_not_in_the_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())
@@ -105,7 +105,7 @@ def test_image_that_the_lease_does_not_hold_is_left_out(
     assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
 
 
-def test_job_without_a_lease_or_with_stage_off_has_no_record(
+def test_job_without_a_lease_or_with_stage_off_has_no_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     leases.note(JOB, lease().user.uid, off=True)
@@ -114,7 +114,7 @@ def test_job_without_a_lease_or_with_stage_off_has_no_record(
     assert note(leases, places, image()) == []
 
 
-def test_image_that_another_user_was_shown_is_left_out(
+def test_image_recorded_for_another_user_is_dropped_from_the_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     """Of an earlier job with the same number."""
@@ -125,7 +125,7 @@ def test_image_that_another_user_was_shown_is_left_out(
     assert note(leases, places, image(asked="/c")) == lines  # nothing is added for the first
 
 
-def test_configuration_that_cannot_be_told_leaves_no_record(
+def test_configuration_file_name_with_a_tab_leaves_no_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     (places.etc / "conf.d/a\tb.yaml").touch()
@@ -133,7 +133,9 @@ def test_configuration_that_cannot_be_told_leaves_no_record(
     assert note(leases, places, image()) == []
 
 
-def test_oldest_images_make_room(leases: LeaseDirectory, places: NodePaths) -> None:
+def test_full_step_record_drops_its_oldest_images(
+    leases: LeaseDirectory, places: NodePaths
+) -> None:
     long = "x" * (RECORD_BYTES // 2 - 2000)
     for name in "abc":
         lines = note(leases, places, image(asked=f"/{name}", event=long))
@@ -141,7 +143,7 @@ def test_oldest_images_make_room(leases: LeaseDirectory, places: NodePaths) -> N
     assert leases.shown(JOB).stat().st_size < RECORD_BYTES
 
 
-def test_damaged_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -> None:
+def test_damaged_step_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -> None:
     leases.shown(JOB).mkdir()
     assert leases.jobs() == (JOB,)
     leases.drop(JOB)
@@ -151,13 +153,13 @@ def test_damaged_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -
     assert len(note(leases, places, image())) == 11
 
 
-def test_record_goes_with_the_lease(leases: LeaseDirectory, places: NodePaths) -> None:
+def test_step_record_is_deleted_with_its_lease(leases: LeaseDirectory, places: NodePaths) -> None:
     note(leases, places, image())
     leases.drop(JOB)
     assert list(leases.directory.iterdir()) == []
 
 
-def test_record_that_outlived_its_lease_is_cleaned_up(
+def test_step_record_without_a_lease_is_deleted_by_drop_unfinished(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())

@@ -34,7 +34,7 @@ from made_up import around_all
 SOURCE = Path(forestage.__file__).parent
 
 
-def test_every_reason_in_the_code_is_explained() -> None:
+def test_every_reason_in_the_code_has_an_explanation_and_none_is_unused() -> None:
     alice = User("alice", 7, 7)
     of_core = {
         image.declined_by_open_error(OSError(n, ""), "/x", alice).reason for n in errno.errorcode
@@ -59,7 +59,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
         assert set(load(name, DOOR).REASONS) == own, f"what {name} alone gives"
 
 
-def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
+def test_explain_of_a_hanging_mount_names_its_path_and_the_remedy() -> None:
     hangs = RequestOutcome("declined", "mount-hangs", image="/shared/a.sqsh")
     text = printed(event(hangs, hook="step", step=0))
     assert "/shared/a.sqsh" in text
@@ -70,7 +70,7 @@ def test_mount_that_hangs_is_explained_with_its_path_and_the_way_out() -> None:
 
 @pytest.mark.parametrize("reason", ["no-mount", "mount-hangs", "mount-queue"])
 @pytest.mark.parametrize("result", ["hit", "copied", "joined", "through"])
-def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(
+def test_explain_shows_no_hit_for_a_step_if_a_task_could_not_mount_the_copy(
     reason: str, result: OutcomeResult
 ) -> None:
     image = "/shared/a.sqsh"
@@ -88,7 +88,7 @@ def test_step_of_which_a_task_did_not_get_the_copy_is_no_hit(
     assert f"{result}:" in other  # another step of the job's
 
 
-def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
+def test_explain_shows_no_hit_for_a_mounted_file_if_a_task_could_not_mount_it() -> None:
     told = RequestOutcome("hit", request="/a.sqsh@/b", image="/a.sqsh", key=KEY, data=True)
     failed = RequestOutcome(
         "declined", "no-mount", detail="nobody serves it", image="/b", data=True
@@ -99,7 +99,9 @@ def test_mounted_file_that_a_task_did_not_get_is_no_hit() -> None:
 
 @pytest.mark.parametrize("result", get_args(OutcomeResult))
 @pytest.mark.parametrize("hook", get_args(EventHook))
-def test_every_result_is_explained(result: OutcomeResult, hook: str) -> None:
+def test_explain_has_a_sentence_for_every_result_of_every_hook(
+    result: OutcomeResult, hook: str
+) -> None:
     outcome = RequestOutcome(
         result, request="/a", image="/a", key=KEY, reason="io", redirect="none"
     )
@@ -148,7 +150,9 @@ def test_every_result_is_explained(result: OutcomeResult, hook: str) -> None:
         (RequestOutcome("declined", reason="newer-than-this"), r"declined \(newer-than-this\)"),
     ],
 )
-def test_outcome_is_explained(outcome: Outcome, expected: str) -> None:
+def test_explain_sentence_of_an_outcome_matches_the_expected_text(
+    outcome: Outcome, expected: str
+) -> None:
     assert re.search(expected, " ".join(format_sentences(event(outcome), {})))
 
 
@@ -168,7 +172,7 @@ def gave_up(end: float, request: str = "/a.sqsh", image: str = "", **changes: An
     return event(outcome, time=end, total=15.1, **changes)
 
 
-def test_copy_is_explained_with_its_evictions() -> None:
+def test_explain_of_a_copy_lists_its_evictions() -> None:
     one = copied(NOW, 10.0, outcome={"evicted": ("f" * 32, "e" * 32)})
     assert format_sentences(one, {"f" * 32: "/old.sqsh"}) == (
         "copied 23 GiB in 10s (2.3 GiB/s), and published",
@@ -177,7 +181,7 @@ def test_copy_is_explained_with_its_evictions() -> None:
     )
 
 
-def test_room_for_a_container_is_explained_with_its_evictions() -> None:
+def test_explain_lists_evictions_made_to_unpack_a_container() -> None:
     for result in ("hit", "started", "through"):
         *_, last = format_sentences(
             event(RequestOutcome(result, image="/a", evicted=("f" * 32,))), {}
@@ -193,7 +197,9 @@ def test_room_for_a_container_is_explained_with_its_evictions() -> None:
         ((), 20, "other nodes; 3 GiB of 23 GiB"),
     ],
 )
-def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, came: str) -> None:
+def test_explain_of_a_copy_names_the_bytes_from_and_to_peers(
+    givers: tuple[str, ...], got: int, came: str
+) -> None:
     facts = {"from_peers": got * G, "givers": givers, "uploaded": 2 * G}
     (text,) = format_sentences(copied(NOW, 10.0, outcome=facts), {})
     assert text == (
@@ -202,14 +208,14 @@ def test_copy_from_and_to_peers_is_explained(givers: tuple[str, ...], got: int, 
     )
 
 
-def test_failed_copy_is_explained_with_its_evictions() -> None:
+def test_explain_of_a_failed_copy_lists_its_evictions() -> None:
     outcome = CopyOutcome("declined", image="/a", reason="changed", evicted=("f" * 32,))
     text = " ".join(format_sentences(event(outcome, hook="stager"), {}))
     assert re.search("changed.*evicted ffffffffffff, to free space.*Nothing was published", text)
     assert "the job kept" not in text.lower().replace("a job that waited for it kept", "")
 
 
-def test_prolog_precedes_its_stager() -> None:
+def test_explain_lists_a_prolog_before_its_stager() -> None:
     # The stager reports first, the hook that waited for it a moment later.
     prolog = event(hit(result="copied", wait=10.05), time=NOW + 0.1, total=10.1)
     text = printed(copied(NOW, 10.0), prolog)
@@ -231,7 +237,7 @@ def test_prolog_precedes_its_stager() -> None:
         ("step", {"result": "through", "redirect": "spank"}, ""),
     ],
 )
-def test_start_from_the_copy_says_what_it_saved(
+def test_explain_shows_the_time_that_a_start_from_the_copy_saved(
     hook: EventHook, changes: dict[str, Any], saved: str
 ) -> None:
     facts = {"wait": 0.1, **changes}
@@ -240,7 +246,7 @@ def test_start_from_the_copy_says_what_it_saved(
     assert line[1].startswith(saved) if line and saved else not line
 
 
-def test_first_step_of_a_path_that_the_prolog_bound_is_no_further_start() -> None:
+def test_explain_counts_saved_time_once_for_prolog_and_first_step_of_a_bound_path() -> None:
     step = {"redirect": "kept", "baseline": 9.0}
     text = printed(
         event(hit(baseline=9.0, wait=0.5), total=0.5),
@@ -250,7 +256,7 @@ def test_first_step_of_a_path_that_the_prolog_bound_is_no_further_start() -> Non
     assert re.findall(r"saved +(\S+)", text) == ["8.5s", "9s"]
 
 
-def test_late_copy_of_own_job_is_shown_as_late() -> None:
+def test_explain_shows_that_the_jobs_own_copy_ended_after_the_job_stopped_waiting() -> None:
     text = printed(gave_up(NOW - 25), copied(NOW, 39.9))
     assert re.search(
         r"Prolog, 15s.*rest takes 23s more.*The job kept its original path\. The copy continues"
@@ -261,7 +267,7 @@ def test_late_copy_of_own_job_is_shown_as_late() -> None:
     )
 
 
-def test_late_copy_of_another_job_is_shown() -> None:
+def test_explain_shows_another_jobs_copy_that_this_job_stopped_waiting_for() -> None:
     others = [
         copied(NOW, 39.9, job=3, user="bob"),
         copied(NOW - 100, 5.0, job=4),  # over before
@@ -278,7 +284,7 @@ def test_late_copy_of_another_job_is_shown() -> None:
     assert "stopped waiting 25s before" in text
 
 
-def test_each_step_has_its_number() -> None:
+def test_explain_gives_each_step_its_number() -> None:
     late = RequestOutcome("declined", "deadline", "1 GiB of 23 GiB", "/b.sqsh", "option")
     text = printed(
         event(hit(result="started", redirect="spank"), time=NOW - 60, total=0.2),
@@ -298,11 +304,13 @@ def test_each_step_has_its_number() -> None:
 
 
 @pytest.mark.parametrize(("hook", "result"), [("prolog", "started"), ("step", "hit")])
-def test_missing_lease_is_noticed_after_step_or_started_copy(hook: EventHook, result: str) -> None:
+def test_explain_reports_a_missing_epilog_after_a_step_or_a_started_copy(
+    hook: EventHook, result: str
+) -> None:
     assert "no Epilog is recorded" in printed(event(hit(result=result), hook=hook, step=0))
 
 
-def test_second_image_in_time_is_not_late() -> None:
+def test_explain_does_not_call_a_second_image_late_that_came_in_time() -> None:
     text = printed(
         copied(NOW - 30, 5.0, outcome={"image": "/b.sqsh"}),
         event(hit(result="copied", request="/b.sqsh"), time=NOW - 25, total=15.1),
@@ -312,7 +320,7 @@ def test_second_image_in_time_is_not_late() -> None:
     assert text.count("stopped waiting") == 1
 
 
-def test_requeued_job_has_each_run() -> None:
+def test_explain_separates_the_runs_of_a_requeued_job() -> None:
     events = [
         event(hit(), time=NOW - 90, total=0.1),
         event(hit(request="/b.sqsh"), time=NOW - 89.999, total=0.1),
@@ -328,7 +336,7 @@ def test_requeued_job_has_each_run() -> None:
     ]
 
 
-def test_evicted_keys_have_their_path_if_known() -> None:
+def test_explain_shows_the_paths_of_evicted_keys_if_known() -> None:
     text = printed(
         event(hit(image="/old.sqsh"), job=3),
         event(ReleaseOutcome("released", unmounted=2, evicted=(KEY, "f" * 32)), hook="epilog"),
@@ -338,14 +346,14 @@ def test_evicted_keys_have_their_path_if_known() -> None:
     assert "evicted ffffffffffff\n" in text
 
 
-def test_hint_problems_are_printed_once_per_run() -> None:
+def test_explain_prints_problems_of_hints_once_per_run() -> None:
     wrong = ("unknown hint stage-wat=",)
     events = [event(hit(), problems=wrong) for _ in range(3)]
     events.append(event(RequestOutcome("released"), hook="epilog", problems=wrong))
     assert printed(*events).count("unknown hint") == 1
 
 
-def test_running_job_shows_its_lease() -> None:
+def test_explain_of_a_running_job_shows_its_lease() -> None:
     lease = Lease(
         7, User("", 1000, 1000), NOW - 60, "/nvme", (EntryUse(KEY), EntryUse("f" * 32, "/b.sqsh"))
     )
@@ -357,7 +365,9 @@ def test_running_job_shows_its_lease() -> None:
     )
 
 
-def test_job_that_began_with_an_entry_that_was_bad_is_told_and_no_other() -> None:
+def test_explain_warns_of_wrong_bytes_only_a_job_that_began_while_the_entry_may_have_been_bad() -> (
+    None
+):
     bad = BadEntryOutcome("bad", "wrong-bytes", key=KEY, image="/a.sqsh", chunks=2, since=NOW - 100)
     found = event(bad, hook="verify", job=0, time=NOW + 50)
     text = printed(event(hit()), found)
@@ -372,7 +382,7 @@ def test_job_that_began_with_an_entry_that_was_bad_is_told_and_no_other() -> Non
         assert "WRONG BYTES" not in printed(one, found)
 
 
-def test_lease_lost_without_epilog_is_noticed() -> None:
+def test_explain_reports_a_missing_epilog_after_a_hit_but_not_after_a_decline() -> None:
     assert "no Epilog is recorded" in printed(event(hit()))
     declined = RequestOutcome("declined", request="/a", reason="missing")
     assert "no Epilog is recorded" not in printed(event(declined))
@@ -398,7 +408,7 @@ NEXT = event(hit(redirect="spank"), time=NOW + 20)
         ((event(hit(), hook="step", step=0), OVER, NEXT, OVER), True),
     ],
 )
-def test_job_whose_steps_never_asked_is_told_why_that_may_be(
+def test_explain_says_why_no_step_of_a_job_asked_for_its_copies(
     events: tuple[EventRecord, ...], is_told: bool
 ) -> None:
     text = printed(*events)
@@ -406,7 +416,7 @@ def test_job_whose_steps_never_asked_is_told_why_that_may_be(
     assert make_job_history(7, events, None).unasked == is_told
 
 
-def test_what_a_feature_says_is_said_in_place_of_the_cores_words(
+def test_explain_prints_a_features_sentences_in_place_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def explain_outcome(facts: ExplainFacts) -> ExplainPart:
@@ -434,7 +444,9 @@ def test_what_a_feature_says_is_said_in_place_of_the_cores_words(
     assert "kept its original path" not in text
 
 
-def test_explanation_without_any_feature_has_the_cores_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_without_features_prints_the_cores_sentences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = printed(event(hit()))
     monkeypatch.setattr(features, "FEATURES", ())
     assert printed(event(hit())) == before
@@ -443,14 +455,14 @@ def test_explanation_without_any_feature_has_the_cores_own(monkeypatch: pytest.M
     )
 
 
-def test_data_is_told_from_an_image() -> None:
+def test_explain_distinguishes_data_from_an_image() -> None:
     found = printed(event(hit(request="/lustre/set/", image="/lustre/set", data=True)))
     assert "data     /lustre/set" in found
     assert "image    " not in found
     assert "image    /b.sqsh" in printed(event(hit(image="/b.sqsh")))
 
 
-def test_what_was_asked_at_submission_is_told_and_what_did_not_count() -> None:
+def test_explain_lists_the_options_of_the_submission_and_the_hints_they_override() -> None:
     asked = {"options": ("stage", "stage-wait"), "ignored": ("stage", "stage-list")}
     prolog = event(hit(via="hint"), **asked)
     text = printed(prolog, event(hit(via="hint"), hook="step", step=0, time=NOW + 1))
@@ -467,7 +479,7 @@ def test_what_was_asked_at_submission_is_told_and_what_did_not_count() -> None:
         (("stage",), "/a.sqsh", "--stage"),
     ],
 )
-def test_request_is_told_with_where_it_was_asked(
+def test_explain_shows_whether_a_request_came_by_comment_or_option(
     options: tuple[str, ...], word: str, via: str
 ) -> None:
     text = printed(event(hit(via="hint", request=word), options=options))

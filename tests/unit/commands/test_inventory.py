@@ -35,7 +35,9 @@ ONE, OTHER, LISTED = "abcd1" + "0" * 27, "abcd2" + "0" * 27, "/lustre/a"
         (LISTED, ONE),
     ],
 )
-def test_one_entry_is_meant(word: str, key: str) -> None:
+def test_word_that_matches_one_entry_by_key_prefix_or_path_picks_that_entry(
+    word: str, key: str
+) -> None:
     def hangs(path: str) -> str:
         raise AssertionError("a path as `ls` prints it needs no look at the file server")
 
@@ -47,7 +49,7 @@ def test_one_entry_is_meant(word: str, key: str) -> None:
     ("word", "why"),
     [("abcd", f"{ONE}, {OTHER}"), ("abc", "no entry"), ("/x", "no entry")],
 )
-def test_no_entry_or_several_are_meant(word: str, why: str) -> None:
+def test_word_that_matches_no_entry_or_several_is_refused(word: str, why: str) -> None:
     damaged = StoredEntry("k1", 4096, 1.0, False, None)  # it has no path
     held = items(stored(ONE, LISTED), stored(OTHER), damaged)
     with pytest.raises(NotFoundError, match=why):
@@ -86,7 +88,7 @@ def identity(**changes: object) -> Callable[[], SourceImage]:
         ),
     ],
 )
-def test_every_difference_is_a_changed_source(
+def test_entry_is_changed_if_any_part_of_its_sources_identity_differs(
     now: Callable[[], SourceImage], expected: str
 ) -> None:
     found = compare_with_source(ENTRY, now())
@@ -94,5 +96,5 @@ def test_every_difference_is_a_changed_source(
     assert expected in found.detail
 
 
-def test_same_image_is_unchanged() -> None:
+def test_entry_is_unchanged_if_its_source_is_the_same() -> None:
     assert compare_with_source(ENTRY, IMAGE).state == "unchanged"

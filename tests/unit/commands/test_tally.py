@@ -120,7 +120,9 @@ def test_spared_bytes_count_once_and_only_for_local_starts(case: Spared) -> None
 
 
 @pytest.mark.parametrize(("first", "then"), [("copied", "hit"), ("started", "joined")])
-def test_cold_job_is_no_hit(first: OutcomeResult, then: OutcomeResult) -> None:
+def test_cold_job_whose_own_step_finds_the_copy_is_no_hit(
+    first: OutcomeResult, then: OutcomeResult
+) -> None:
     """Its own step finds what its Prolog has copied; that says nothing of the cache."""
     runs = [event("prolog", served(first)), *[event("step", served(then))] * 2]
     assert counted(*runs).starts == {first: 1, then: 1}, "the second step is a start of its own"
@@ -130,7 +132,7 @@ def test_cold_job_is_no_hit(first: OutcomeResult, then: OutcomeResult) -> None:
     ("step", "counted_as"),
     [("through", "through"), ("started", "started"), ("hit", "copied"), ("joined", "copied")],
 )
-def test_cold_start_of_the_companions_is_what_its_step_met(
+def test_cold_start_with_the_companion_is_counted_by_the_result_of_its_first_step(
     step: OutcomeResult, counted_as: str
 ) -> None:
     """The Prolog only starts the copy; whether the job read through shows in its first step."""
@@ -146,7 +148,7 @@ def test_cold_start_of_the_companions_is_what_its_step_met(
 
 
 @pytest.mark.parametrize(("first", "start"), [("started", "through"), ("hit", "hit")])
-def test_data_that_only_steps_are_shown_is_their_start(
+def test_start_with_data_is_counted_by_the_steps_result(
     first: OutcomeResult, start: OutcomeResult
 ) -> None:
     seen = served(start, redirect="spank")
@@ -155,7 +157,7 @@ def test_data_that_only_steps_are_shown_is_their_start(
     assert found.spared == ({"hit": 10} if start == "hit" else {})
 
 
-def test_saved_and_lost_seconds_are_those_of_explain() -> None:
+def test_saved_and_lost_seconds_are_baseline_minus_wait() -> None:
     def start(job: int, wait: float, baseline: float) -> EventRecord:
         outcome = RequestOutcome("hit", key="a", redirect="spank", wait=wait, baseline=baseline)
         return event("step", outcome, job)
@@ -164,7 +166,7 @@ def test_saved_and_lost_seconds_are_those_of_explain() -> None:
     assert (found.saved, found.lost) == (9.5, 5.0)
 
 
-def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
+def test_bytes_read_through_a_copy_are_split_into_copy_and_source() -> None:
     outcome = CopyOutcome("copied", size=9, read_through=GIB, read_straight=GIB // 4)
     found = counted(
         event("stager", outcome), event("stager", CopyOutcome("failed", read_through=GIB))
@@ -172,13 +174,13 @@ def test_what_was_read_before_a_copy_was_whole_is_split() -> None:
     assert found.read_through == {"copy": GIB - GIB // 4, "source": GIB // 4}
 
 
-def test_remembered_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tally_remembers_a_bounded_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "MAX_JOBS", 3)
     tally = counted(*(event("prolog", served("hit"), job) for job in range(10)))
     assert list(tally.expected) == [7, 8, 9]
 
 
-def test_copied_bytes_are_split_and_rate_excludes_resumed() -> None:
+def test_copied_bytes_are_split_by_origin_and_the_rate_excludes_resumed_bytes() -> None:
     outcome = CopyOutcome(
         "copied", size=3 * GIB, from_peers=GIB, from_others=1, resumed=GIB, copying=4.0
     )
@@ -195,7 +197,7 @@ def test_failed_copy_has_no_bytes_and_no_rate() -> None:
     assert tally.errors == {}, "the hook that waits for it tells of it"
 
 
-def test_reasons_and_evictors_are_counted() -> None:
+def test_tally_counts_declines_errors_by_reason_and_evictions_by_hook() -> None:
     tally = counted(
         event(
             "prolog", RequestOutcome("declined", reason="deadline", wait=15.0, evicted=("e", "f"))
@@ -225,13 +227,13 @@ def test_reasons_and_evictors_are_counted() -> None:
         (1e9, len(WAIT_BOUNDS)),
     ],
 )
-def test_bucket_includes_its_bound(value: float, bucket: int) -> None:
+def test_histogram_bucket_includes_its_upper_bound(value: float, bucket: int) -> None:
     found = Histogram.of(WAIT_BOUNDS)
     found.add(value)
     assert found.counts.index(1) == bucket
 
 
-def test_requests_for_data_are_counted_twice_over() -> None:
+def test_requests_for_data_are_counted_as_requests_and_as_data() -> None:
     """As requests, and among those for data."""
     directory = RequestOutcome("started", data=True)
     found = counted(event("prolog", served("hit")), event("prolog", directory))
@@ -239,7 +241,7 @@ def test_requests_for_data_are_counted_twice_over() -> None:
     assert found.of_data == {"prolog": {"started": 1}}
 
 
-def test_images_of_registries_are_counted_by_how_they_came() -> None:
+def test_registry_images_are_counted_by_arrival() -> None:
     steps = (
         RequestOutcome("hit", came="stored", digest="x", wait=1.0),
         RequestOutcome("copied", came="imported", digest="x", wait=700.0),
@@ -252,7 +254,7 @@ def test_images_of_registries_are_counted_by_how_they_came() -> None:
     assert found.declined == {"registry-silent": 1}
 
 
-def test_copies_for_pending_jobs_are_counted_by_what_became_of_them() -> None:
+def test_copies_for_pending_jobs_are_counted_as_used_unused_or_left() -> None:
     def copy(key: str) -> EventRecord:
         return event("stager", CopyOutcome("copied", key=key, size=GIB, expected=1.0), 0)
 

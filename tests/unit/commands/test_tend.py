@@ -85,7 +85,7 @@ def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
     return [one.name for one in tend.list_parts(facts, False)]
 
 
-def test_room_is_first_and_only_what_has_an_object_is_a_part(
+def test_tend_parts_begin_with_room_and_include_those_of_features(
     tmp_path: Path, adding: list[TendPart]
 ) -> None:
     assert names(tmp_path, Config()) == ["room", "sweep", "proofs"]
@@ -94,7 +94,7 @@ def test_room_is_first_and_only_what_has_an_object_is_a_part(
     assert names(tmp_path, Config()) == whole, "what the run waits for is before what it does not"
 
 
-def test_node_without_jobs_or_configuration_does_what_features_have_alone(
+def test_node_without_jobs_or_configuration_runs_only_the_features_tend_parts(
     tmp_path: Path, adding: list[TendPart]
 ) -> None:
     adding.append(TendPart("launch", (), 10.0))
@@ -102,7 +102,7 @@ def test_node_without_jobs_or_configuration_does_what_features_have_alone(
     assert names(tmp_path, None) == ["launch"]
 
 
-def test_room_has_the_io_of_any_program_and_is_waited_for(
+def test_tend_runs_only_sweep_and_proofs_with_idle_io_and_without_a_limit(
     tmp_path: Path, adding: list[TendPart]
 ) -> None:
     facts = TendFacts(NodePaths(tmp_path), Clock(), Config(), False)
@@ -111,7 +111,9 @@ def test_room_has_the_io_of_any_program_and_is_waited_for(
     assert [one.name for one in parts if not one.limit] == ["sweep", "proofs"]
 
 
-def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Path) -> None:
+def test_tend_part_with_an_interval_runs_every_tenth_minute_and_after_a_clock_jump(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, TendPart("room", ()), TendPart("sweep", (), every=tend.SWEEP_INTERVAL))
     for _ in range(30):
         run()
@@ -124,7 +126,7 @@ def test_part_runs_again_at_the_tenth_run_wherever_the_clock_is_set(tmp_path: Pa
     assert run.started.count("sweep") == 5, "a time that has yet to come keeps nothing away"
 
 
-def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path) -> None:
+def test_tend_reads_entries_at_each_run_while_the_disk_is_doubted(tmp_path: Path) -> None:
     for is_doubted, every in ((True, 0.0), (False, tend.SWEEP_INTERVAL)):
         facts = TendFacts(NodePaths(tmp_path), Clock(), Config(), False)
         parts = tend.list_parts(facts, is_doubted)
@@ -132,7 +134,7 @@ def test_entries_are_read_at_each_run_while_the_disk_is_in_doubt(tmp_path: Path)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
+def test_tend_part_at_its_time_limit_is_killed_and_left_out_while_it_hangs(
     tmp_path: Path, hangs: bool
 ) -> None:
     run = Run(tmp_path, TendPart("room", (), 20.0), TendPart("metrics", (), 10.0))
@@ -149,7 +151,7 @@ def test_part_at_its_limit_is_killed_and_left_out_while_it_hangs(
     assert [one.state for one in run()] == ["ended", "ended"]
 
 
-def test_part_that_may_outlive_the_run_is_not_waited_for(tmp_path: Path) -> None:
+def test_tend_does_not_wait_for_a_part_without_a_time_limit(tmp_path: Path) -> None:
     run = Run(tmp_path, TendPart("sweep", ()), TendPart("proofs", ()))
     process = run.processes["sweep"] = Process(None)
     assert [one.state for one in run()] == ["begun", "begun"]
@@ -159,7 +161,7 @@ def test_part_that_may_outlive_the_run_is_not_waited_for(tmp_path: Path) -> None
     os.close(run.locks.pop())
 
 
-def test_run_that_is_ended_ends_the_part_that_it_waits_for(tmp_path: Path) -> None:
+def test_interrupted_tend_kills_the_part_that_it_waits_for(tmp_path: Path) -> None:
     class Interrupted(Process):
         def wait(self, timeout: float) -> bool:
             raise KeyboardInterrupt
@@ -172,7 +174,7 @@ def test_run_that_is_ended_ends_the_part_that_it_waits_for(tmp_path: Path) -> No
     os.close(run.locks.pop())
 
 
-def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> None:
+def test_tend_part_that_cannot_be_started_fails_and_the_next_part_runs(tmp_path: Path) -> None:
     run = Run(tmp_path, TendPart("prefetch", (), 10.0), TendPart("sweep", ()))
     run.processes["prefetch"] = Failed("program", "ionice is not installed")
     prefetch, sweep = run()
@@ -180,7 +182,9 @@ def test_part_that_cannot_be_started_keeps_no_other_from_it(tmp_path: Path) -> N
     assert "ionice" in tend.format_part_end(prefetch)
 
 
-def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+def test_tend_part_with_a_limit_runs_if_its_lock_cannot_be_made_and_one_without_fails(
+    tmp_path: Path,
+) -> None:
     """One without could run beside another for hours."""
     done = tmp_path / "none/done"
     parts = TendPart("room", (), 20.0), TendPart("warm", (), 15.0, done=done), TendPart("sweep", ())
@@ -204,5 +208,5 @@ def test_part_with_a_limit_runs_without_a_lock_that_cannot_be_made(tmp_path: Pat
         (TendPartEnd("room", "ended", -9), True),
     ],
 )
-def test_run_fails_with_a_part_that_did_not_do_its_work(end: TendPartEnd, failed: bool) -> None:
+def test_tend_part_has_failed_if_it_did_not_do_its_work(end: TendPartEnd, failed: bool) -> None:
     assert end.has_failed == failed
