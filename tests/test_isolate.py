@@ -42,7 +42,7 @@ print(signal.sigpending())
 # Of each suite; where it has any, one that becomes another user.
 OF_EACH_SUITE = {
     "unit": "cache/test_digest.py::test_digests_are_the_same_in_every_release",
-    "processes": "system/test_as_user.py::test_hook_stays_what_it_was",
+    "processes": "system/test_as_user.py::test_run_in_child_keeps_the_hooks_ids_and_groups",
     "hooks": "test_rights.py::test_copy_of_a_group_readable_source_serves_a_member_of_that_group",
     "features/registry/registry": "test_commands.py::test_gc_of_a_user_deletes_nothing_of_others",
     "faults": "test_attributes_kept.py::test_file_is_asked_for_by_descriptor_and_by_name",

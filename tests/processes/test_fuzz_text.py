@@ -20,7 +20,7 @@ from properties import MORE, TEXT
     max_examples=15 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> None:
+def test_os_error_with_any_file_name_is_passed_from_child_to_parent(me: User, name: str) -> None:
     """A child that died over a name would be our failure, which may drain the node."""
 
     def work() -> as_user.ChildResult[None]:
@@ -33,5 +33,7 @@ def test_error_about_any_name_crosses_from_the_child(me: User, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["\udcff", "a\udc80b", "\n", "x" * 300])
-def test_path_with_any_name_is_resolved(tmp_path: Path, me: User, name: str) -> None:
+def test_save_path_with_a_non_text_or_long_name_is_resolved(
+    tmp_path: Path, me: User, name: str
+) -> None:
     assert opening.resolve_save_path(f"{tmp_path}/{name}", me, 10.0)[0] == f"{tmp_path}/{name}"

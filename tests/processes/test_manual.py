@@ -17,7 +17,9 @@ PAGES = REPO / "packaging/man"
     [([], PAGES / "forestage.yaml.5"), (["sample"], REPO / "etc/forestage.yaml")],
     ids=["page", "sample"],
 )
-def test_text_about_the_keys_is_made_from_them(words: list[str], file: Path) -> None:
+def test_configuration_page_and_sample_are_generated_from_the_keys(
+    words: list[str], file: Path
+) -> None:
     """After a change: packaging/man/configuration > packaging/man/forestage.yaml.5, and so on."""
     made = subprocess.run(
         [sys.executable, PAGES / "configuration", *words],

@@ -22,7 +22,7 @@ PYTHONS: tuple[str, ...] = WHEELS["PYTHONS"]
 LEFT_OUT = {"markdown-it-py": "markdown_it", "mdurl": "mdurl", "pygments": "pygments"}
 
 
-def test_no_command_needs_what_is_left_out() -> None:
+def test_program_imports_without_the_modules_left_out_of_the_package() -> None:
     """All of the program is imported where none of it can be, and something is shown."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({[*LEFT_OUT.values()]}))\n"
@@ -47,7 +47,7 @@ def test_no_command_needs_what_is_left_out() -> None:
         ("3.15", ["3.13"], "python3.13"),  # newer than what the package has modules for
     ],
 )
-def test_postinstall_chooses_the_nodes_python(
+def test_postinstall_links_the_nodes_best_supported_python(
     tmp_path: Path, python3: str, others: list[str], chosen: str
 ) -> None:
     assert _postinstall(tmp_path, python3, others).returncode == 0
@@ -55,7 +55,9 @@ def test_postinstall_chooses_the_nodes_python(
     assert link.readlink() == tmp_path / "bin" / chosen
 
 
-def test_postinstall_without_a_python_says_so_and_has_hooks_in_place(tmp_path: Path) -> None:
+def test_postinstall_without_a_supported_python_exits_1_but_installs_the_hooks(
+    tmp_path: Path,
+) -> None:
     done = _postinstall(tmp_path, "3.9", [])
     assert (done.returncode, "no Python 3.10 to 3.14" in done.stderr) == (1, True)
     assert (tmp_path / "libexec/forestage/prolog").exists(), "slurm.conf may name it already"
@@ -85,7 +87,9 @@ def _postinstall(root: Path, python3: str, others: list[str]) -> subprocess.Comp
 
 
 @pytest.mark.parametrize("own", ["", "sources: [/lustre]\n"])
-def test_upgrade_asks_nothing_about_the_configuration(tmp_path: Path, own: str) -> None:
+def test_package_upgrade_keeps_the_admins_configuration_without_a_question(
+    tmp_path: Path, own: str
+) -> None:
     """dpkg asks about a file of the package, and fails where nobody answers: staging stays off."""
     contents = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())["contents"]
     assert [one for one in contents if one.get("type", "").startswith("config")] == []
@@ -97,7 +101,7 @@ def test_upgrade_asks_nothing_about_the_configuration(tmp_path: Path, own: str) 
     assert file.read_text() == (own or "# a key of this release\n")
 
 
-def test_each_script_is_run_and_is_plain_sh() -> None:
+def test_each_package_script_is_used_and_is_plain_sh() -> None:
     config = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())
     assert set(config["scripts"].values()) == {f"scripts/{path.name}" for path in SCRIPTS}
     for script in SCRIPTS:
@@ -114,7 +118,9 @@ def test_each_script_is_run_and_is_plain_sh() -> None:
         ('{"path": null}', ["default", "own"]),
     ],
 )
-def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list[str]) -> None:
+def test_removed_package_deletes_its_metrics_file(
+    tmp_path: Path, said: str, left: list[str]
+) -> None:
     """By node exporter, to which a file is as good as new: all would be well, on each node."""
     record = tmp_path / "var/lib/forestage/textfile.json"
     files = {"default": Path(f"{tmp_path}{Config().metrics.textfile}")}
@@ -146,7 +152,7 @@ def test_removed_package_leaves_no_metrics(tmp_path: Path, said: str, left: list
         ("dnf", "dnf install -y --setopt=install_weak_deps=False gcc glibc-devel make binutils"),
     ],
 )
-def test_prepare_asks_for_what_a_build_needs_and_no_daemon(
+def test_packaging_prepare_installs_build_tools_and_no_daemon(
     tmp_path: Path, manager: str, asked: str
 ) -> None:
     """On a machine that has nothing; the package manager is a stand-in that notes its words."""
@@ -169,7 +175,7 @@ def test_prepare_asks_for_what_a_build_needs_and_no_daemon(
     assert not re.search("slurmctld|slurmd|gluster|prometheus|munge", words)
 
 
-def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:
+def test_shell_completions_are_generated_for_bash_zsh_and_fish(tmp_path: Path) -> None:
     subprocess.run([sys.executable, PACKAGING / "completions", tmp_path], check=True)
     made = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in made} == {"forestage", "_forestage", "forestage.fish"}
@@ -177,7 +183,7 @@ def test_completions_are_made_for_each_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("called", "mode"), [(True, 0o711), (False, 0o755)])
-def test_upgrade_has_users_list_no_directory_of_the_configuration_where_hooks_run(
+def test_package_upgrade_makes_the_configuration_directory_unlistable_where_hooks_run(
     tmp_path: Path, called: bool, mode: int
 ) -> None:
     """A login node has the same package; conf.d may not be there."""

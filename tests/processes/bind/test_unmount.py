@@ -11,7 +11,9 @@ from forestage.system.as_user import User
 from forestage.system.mounts import MountInfo
 
 
-def test_redirect_that_is_gone_already_is_taken_off(cache: Cache, tmp_path: Path, me: User) -> None:
+def test_unmount_binds_does_not_fail_if_the_redirect_is_already_unmounted(
+    cache: Cache, tmp_path: Path, me: User
+) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path), f"{tmp_path}/gone", f"{tmp_path}/gone/too", f"{tmp_path}/file/below"]
     gone = [

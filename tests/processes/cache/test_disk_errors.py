@@ -53,7 +53,9 @@ class At(Clock):
         ("", False),
     ],
 )
-def test_line_of_the_kernel_tells_of_lost_data_of_these_disks(line: str, is_loss: bool) -> None:
+def test_kernel_log_line_is_a_read_error_only_if_it_is_about_the_caches_disks(
+    line: str, is_loss: bool
+) -> None:
     assert bool(disk_errors.list_read_errors([line], NVME)) is is_loss
 
 
@@ -72,7 +74,7 @@ def sys(tmp_path: Path) -> Path:
     return sys
 
 
-def test_devices_are_all_disks_below(
+def test_list_devices_lists_all_disks_below_lvm_and_encryption(
     sys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sys / "dev/block/8:1").symlink_to(sys / "block/dm-3")
@@ -81,7 +83,7 @@ def test_devices_are_all_disks_below(
     assert disk_errors.list_devices(tmp_path, sys) == {"dm-3", "dm-1", "nvme0n1", "nvme1n1"}
 
 
-def test_cache_on_no_disk_has_no_devices() -> None:
+def test_list_devices_is_empty_for_a_cache_without_a_disk() -> None:
     assert disk_errors.list_devices(Path("/proc")) == frozenset()
 
 
@@ -111,7 +113,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def test_error_begins_doubt_once_and_the_first_look_begins_none(log: Log) -> None:
+def test_kernel_read_error_starts_a_disk_doubt_once_but_not_if_older_than_the_first_scan(
+    log: Log,
+) -> None:
     log.tells(MEDIUM)  # what was before is of earlier entries
     assert log.look().since == 0
     disk_errors.check_no_doubt(log.places)
@@ -128,7 +132,7 @@ def test_error_begins_doubt_once_and_the_first_look_begins_none(log: Log) -> Non
     assert log.look(4000.0).since == 0
 
 
-def test_doubt_that_began_anew_is_not_ended(log: Log) -> None:
+def test_disk_doubt_is_not_ended_if_another_read_error_came_since(log: Log) -> None:
     log.look()
     for now in (2000.0, 3000.0):
         log.tells(MEDIUM)
@@ -137,7 +141,9 @@ def test_doubt_that_began_anew_is_not_ended(log: Log) -> None:
     assert disk_errors.read_state(log.places).since == 3000.0
 
 
-def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_kernel_log_starts_no_disk_doubt(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(deadline: Deadline) -> None:
         raise PermissionError
 
@@ -146,7 +152,7 @@ def test_log_that_cannot_be_read_is_no_matter(log: Log, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"since": "today"}'])
-def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> None:
+def test_damaged_disk_error_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> None:
     log.places.run.mkdir(parents=True)
     log.places.disk_errors.write_text(damage)
     disk_errors.check_no_doubt(log.places)
@@ -154,7 +160,7 @@ def test_damaged_record_is_no_doubt_and_is_replaced(log: Log, damage: str) -> No
     assert log.look().seen == 101
 
 
-def test_kernels_own_log_is_read_to_its_end() -> None:
+def test_kernel_log_of_this_machine_is_read_in_ascending_record_numbers() -> None:
     numbers = [number for number, _ in disk_errors._read_kernel_log(Deadline.after(60, Clock()))]
     assert numbers == sorted(set(numbers))
     assert numbers
@@ -174,7 +180,7 @@ class KernelLog:
         return next(self.records, b"")
 
 
-def test_record_that_a_program_wrote_is_none_of_the_kernels(
+def test_kernel_log_record_written_by_a_program_starts_no_disk_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places, cache = NodePaths(tmp_path), Cache(tmp_path)
@@ -207,7 +213,7 @@ class Ticking(At):
         lambda number: f"6,{number},5,-;".encode(),
     ],
 )
-def test_log_that_is_filled_without_end_is_read_for_a_while(
+def test_kernel_log_scan_ends_while_the_log_is_filled_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: Callable[[int], bytes]
 ) -> None:
     places, cache = NodePaths(tmp_path), Cache(tmp_path)
@@ -220,7 +226,7 @@ def test_log_that_is_filled_without_end_is_read_for_a_while(
     assert (known.since, known.seen) == (0, log.reads)  # no error, and the next look goes on
 
 
-def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
+def test_kernel_log_scan_ends_while_the_records_are_overwritten_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overwritten(fd: int, length: int) -> bytes:
@@ -238,7 +244,7 @@ def test_log_whose_records_are_overwritten_without_end_is_read_for_a_while(
     ("count", "seen"),
     [(9, 5), (2, 2)],  # the second one counts anew, as after a boot that left /run as it was
 )
-def test_log_that_is_longer_than_a_look_counts_no_record_twice(
+def test_kernel_log_longer_than_one_scan_has_no_record_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, seen: int
 ) -> None:
     places, cache = NodePaths(tmp_path), Cache(tmp_path)
@@ -250,7 +256,7 @@ def test_log_that_is_longer_than_a_look_counts_no_record_twice(
     assert disk_errors.read_state(places) == disk_errors.DiskErrorState(seen=seen)
 
 
-def test_doubt_ends_what_running_jobs_are_shown_without_a_helper(tmp_path: Path) -> None:
+def test_disk_doubt_deletes_the_recorded_answers_of_running_jobs(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     places.leases.mkdir(parents=True)
     for name in ("7.shown", "7.json"):

@@ -83,7 +83,7 @@ def limited(low: int) -> Config:
     ],
     ids=["epilog", "stager", "stager of data"],
 )
-def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
+def test_hook_that_evicts_nothing_makes_as_many_calls_for_10_as_for_1000_entries(
     cache: Cache, leases: LeaseDirectory, hook: Callable[[Cache, LeaseDirectory], tuple[str, ...]]
 ) -> None:
     counts = []
@@ -96,7 +96,7 @@ def test_hook_on_a_disk_that_others_fill_does_the_same_for_10_and_1000_entries(
     assert len(list(cache.entries.iterdir())) == 1000
 
 
-def test_sum_is_what_entries_take_while_they_come_and_go(
+def test_entry_sum_stays_exact_as_entries_are_published_and_evicted(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     assert known(cache) is None
@@ -114,7 +114,7 @@ def test_sum_is_what_entries_take_while_they_come_and_go(
     assert known(cache) == total(cache) == 0
 
 
-def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
+def test_copy_of_data_evicts_the_oldest_data_only_if_it_would_exceed_the_data_share(
     cache: Cache, leases: LeaseDirectory, make_image: Make
 ) -> None:
     share = msgspec.structs.replace(ROOM_FOR_ALL.data, share=SizeOrShare(size=3 * MIB))
@@ -134,7 +134,7 @@ def test_data_is_evicted_by_the_copy_that_would_be_above_its_share(
 
 
 @pytest.mark.usefixtures("filled")
-def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
+def test_entry_sum_that_is_too_high_evicts_nothing_and_is_corrected(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
@@ -148,7 +148,7 @@ def test_sum_that_is_too_high_evicts_nothing_and_is_corrected(
 
 
 @pytest.mark.usefixtures("filled")
-def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
+def test_entry_sum_that_is_too_low_still_keeps_min_free_and_a_recount_corrects_it(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
@@ -179,7 +179,7 @@ def test_sum_that_is_too_low_lets_no_disk_fill_and_is_corrected_by_a_count(
         msgspec.json.encode(EntrySum(boot_id(), 0, 1, -1)),
     ],
 )
-def test_sum_that_says_nothing_has_the_entries_read_and_counted(
+def test_invalid_entry_sum_has_the_entries_read_and_counted_again(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make, left: bytes
 ) -> None:
     key = publish(make_image()).key
@@ -190,7 +190,7 @@ def test_sum_that_says_nothing_has_the_entries_read_and_counted(
     assert evict.evict_to_watermark(cache, leases, limited(1)) == (key,)
 
 
-def test_sum_that_cannot_be_kept_hinders_nothing(
+def test_entry_sum_that_cannot_be_written_hinders_neither_eviction_nor_publishing(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     cache.entry_sum.mkdir()
@@ -204,7 +204,7 @@ def test_sum_that_cannot_be_kept_hinders_nothing(
 
 
 @pytest.mark.parametrize("counted_before", [False, True])
-def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
+def test_entry_published_during_a_recount_is_in_the_entry_sum(
     cache: Cache,
     publish: Publish,
     make_image: Make,
@@ -229,7 +229,7 @@ def test_entry_that_is_published_while_entries_are_counted_is_never_left_out(
     assert (known(cache) or 0) >= total(cache)
 
 
-def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
+def test_recount_overtaken_by_a_later_recount_does_not_change_the_entry_sum(cache: Cache) -> None:
     early = entry_sum.begin_count(cache.entry_sum)
     late = entry_sum.begin_count(cache.entry_sum)
     entry_sum.end_count(cache.entry_sum, late, 100, 0)
@@ -250,7 +250,7 @@ def test_count_that_another_one_overtook_changes_nothing(cache: Cache) -> None:
     ],
     ids=["epilog", "stager", "job-dir", "sweep"],
 )
-def test_entries_are_read_while_nobody_is_kept_waiting(
+def test_space_lock_is_free_while_entries_are_read(
     cache: Cache,
     leases: LeaseDirectory,
     publish: Publish,
@@ -271,7 +271,7 @@ def test_entries_are_read_while_nobody_is_kept_waiting(
     assert free == [True] * 3
 
 
-def test_entry_that_was_pinned_or_came_while_entries_were_read_counts_as_it_is_now(
+def test_eviction_respects_entries_pinned_or_published_since_the_entries_were_read(
     cache: Cache,
     leases: LeaseDirectory,
     publish: Publish,

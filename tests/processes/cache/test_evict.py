@@ -36,7 +36,7 @@ def lease(leases: LeaseDirectory, job: int, key: str) -> None:
     leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (EntryUse(key),)))
 
 
-def test_tidy_evicts_all_but_leased_and_pinned(
+def test_eviction_to_the_watermark_spares_leased_and_pinned_entries(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(4)]
@@ -48,7 +48,7 @@ def test_tidy_evicts_all_but_leased_and_pinned(
     assert list(cache.evicted.iterdir()) == []
 
 
-def test_plan_at_rest_is_what_tidying_evicts(
+def test_eviction_plan_names_exactly_the_entries_that_eviction_to_the_watermark_evicts(
     cache: Cache,
     leases: LeaseDirectory,
     publish: Publish,
@@ -79,7 +79,7 @@ def test_plan_at_rest_is_what_tidying_evicts(
     assert evict.evict_to_watermark(cache, leases, ALL_MAY_STAY) == full
 
 
-def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
+def test_part_of_an_earlier_boot_does_not_count_for_its_users_share(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(path=f"/lustre/{user}", inode=user)).key for user in (1000, 2000)]
@@ -97,7 +97,7 @@ def test_part_that_nobody_can_go_on_with_counts_for_no_users_share_at_rest(
     assert evict.evict_to_watermark(cache, leases, config) == (keys[0],)
 
 
-def test_evicting_by_key_spares_what_is_leased_or_pinned(
+def test_evict_keys_spares_leased_and_pinned_entries(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     keys = [publish(make_image(inode=n)).key for n in range(3)]
@@ -106,7 +106,7 @@ def test_evicting_by_key_spares_what_is_leased_or_pinned(
     assert evict.evict_keys(cache, leases, [*keys, "unknown"]) == (keys[2],)
 
 
-def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_it(
+def test_part_is_dropped_only_if_its_stager_is_dead_and_the_copy_cannot_be_resumed(
     cache: Cache, leases: LeaseDirectory
 ) -> None:
     half(cache, "alive", None)
@@ -120,7 +120,7 @@ def test_part_is_dropped_only_when_its_copier_is_dead_and_nobody_can_go_on_with_
     assert {path.name for path in cache.parts.iterdir()} == {"resumable"}
 
 
-def test_unfinished_part_goes_before_a_whole_entry(
+def test_make_room_drops_an_unfinished_part_before_it_evicts_an_entry(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
@@ -147,7 +147,7 @@ def half_tree(cache: Cache, key: str) -> int:
     return tree_bytes(part.directory)
 
 
-def test_room_for_data_is_what_copies_under_way_have_left_of_the_share(
+def test_copies_of_data_under_way_count_against_the_share_of_data(
     cache: Cache, leases: LeaseDirectory
 ) -> None:
     half(cache, "image", boot_id())

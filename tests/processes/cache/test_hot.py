@@ -38,23 +38,25 @@ def stored(cache: Cache, image: SourceImage, created: float) -> None:
 
 
 @pytest.mark.parametrize(("count", "kept"), [(0, False), (1, True), (10, True), (11, False)])
-def test_map_of_few_pieces_is_kept_and_others_are_not(cache: Cache, count: int, kept: bool) -> None:
+def test_hot_map_is_saved_unless_it_is_empty_or_has_too_many_pieces(
+    cache: Cache, count: int, kept: bool
+) -> None:
     hot.save_hot_map(cache, OLD, set(range(count)))
     assert (cache.entry_dir(OLD.key) / "hot").exists() == kept
 
 
-def test_map_of_a_copy_under_way_is_kept_with_its_part(cache: Cache) -> None:
+def test_hot_map_of_a_copy_under_way_is_saved_with_its_part(cache: Cache) -> None:
     hot.save_hot_map(cache, NEW, {3, 17})
     assert cache.part(NEW.key).hot_chunks(2 * HOT_PIECE) == [1, 8]
 
 
-def test_map_of_an_image_that_has_gone_is_not_kept(cache: Cache) -> None:
+def test_hot_map_of_an_image_without_part_or_entry_is_not_saved(cache: Cache) -> None:
     cache.drop_part(NEW.key)
     hot.save_hot_map(cache, NEW, {3})
     assert not cache.part_dir(NEW.key).exists()
 
 
-def test_superseding_image_begins_with_the_map_of_the_newest(cache: Cache) -> None:
+def test_superseding_image_inherits_the_hot_map_of_the_newest_version(cache: Cache) -> None:
     newer = msgspec.structs.replace(OLD.identity, inode=7)
     stored(cache, SourceImage(newer, OLD.access), 5.0)
     hot.save_hot_map(cache, OLD, {1})
@@ -64,7 +66,7 @@ def test_superseding_image_begins_with_the_map_of_the_newest(cache: Cache) -> No
 
 
 @pytest.mark.parametrize("change", [{"path": "/lustre/b.sqsh"}, {"size": 2 * SIZE}])
-def test_image_of_another_path_or_size_takes_no_map_over(
+def test_image_of_another_path_or_size_inherits_no_hot_map(
     cache: Cache, change: dict[str, object]
 ) -> None:
     hot.save_hot_map(cache, OLD, {1})
@@ -74,7 +76,9 @@ def test_image_of_another_path_or_size_takes_no_map_over(
     assert cache.part(other.key).hot_chunks(HOT_PIECE) == []
 
 
-def test_copy_finds_the_map_by_the_same_calls_among_10_and_1000_entries(cache: Cache) -> None:
+def test_inheriting_a_hot_map_makes_as_many_calls_among_10_as_among_1000_entries(
+    cache: Cache,
+) -> None:
     hot.save_hot_map(cache, OLD, {3})
     part, counts = cache.part(NEW.key), []
 
@@ -90,7 +94,9 @@ def test_copy_finds_the_map_by_the_same_calls_among_10_and_1000_entries(cache: C
     assert counts[0] == counts[1]
 
 
-def test_map_that_a_copy_took_over_is_found_once_its_first_image_is_gone(cache: Cache) -> None:
+def test_inherited_hot_map_is_inherited_again_after_its_first_image_was_evicted(
+    cache: Cache,
+) -> None:
     hot.save_hot_map(cache, OLD, {3})
     hot.inherit_hot_map(cache, NEW)
     cache.part_dir(NEW.key).rename(cache.entry_dir(NEW.key))
@@ -106,7 +112,7 @@ def test_map_that_a_copy_took_over_is_found_once_its_first_image_is_gone(cache: 
     assert cache.part(third.key).hot_chunks(HOT_PIECE) == [3]
 
 
-def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) -> None:
+def test_hot_index_of_a_path_names_only_its_last_images(cache: Cache) -> None:
     images = [
         SourceImage(msgspec.structs.replace(OLD.identity, inode=n), OLD.access) for n in range(9)
     ]
@@ -130,7 +136,7 @@ def test_more_images_of_a_path_than_are_named_leave_the_last_ones(cache: Cache) 
         msgspec.json.encode([NEW.key]),
     ],
 )
-def test_index_that_is_wrong_gives_no_map_and_the_sweep_corrects_it(
+def test_hot_index_with_wrong_content_gives_no_map_and_is_repaired_by_the_sweep(
     cache: Cache, left: bytes
 ) -> None:
     hot.save_hot_map(cache, OLD, {3})
@@ -145,7 +151,7 @@ def test_index_that_is_wrong_gives_no_map_and_the_sweep_corrects_it(
     assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [3]
 
 
-def test_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
+def test_hot_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
     other = SourceImage(msgspec.structs.replace(OLD.identity, path="/lustre/b"), OLD.access)
     stored(cache, other, 2.0)
     hot.save_hot_map(cache, OLD, {3})
@@ -156,7 +162,7 @@ def test_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None
     assert not cache.part(NEW.key).hot.exists()
 
 
-def test_sweep_drops_names_of_images_that_are_gone(cache: Cache) -> None:
+def test_hot_index_repair_drops_the_names_of_evicted_images(cache: Cache) -> None:
     hot.save_hot_map(cache, OLD, {3})
     hot.repair_index(cache)
     assert len(list(cache.hot_names.iterdir())) == 1
@@ -165,7 +171,7 @@ def test_sweep_drops_names_of_images_that_are_gone(cache: Cache) -> None:
     assert list(cache.hot_names.iterdir()) == []
 
 
-def test_copy_that_goes_on_keeps_its_own_map(cache: Cache) -> None:
+def test_resumed_copy_keeps_its_own_hot_map(cache: Cache) -> None:
     hot.save_hot_map(cache, OLD, {1})
     hot.save_hot_map(cache, NEW, {2})
     hot.inherit_hot_map(cache, NEW)

@@ -16,7 +16,7 @@ Publish = Callable[[SourceImage], Entry]
 Make = Callable[..., SourceImage]
 
 
-def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
+def test_crash_while_publishing_leaves_no_entry_and_a_second_publish_succeeds(
     cache: Cache, publish: Publish, make_image: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(*_: object) -> None:
@@ -32,7 +32,7 @@ def test_crash_before_the_last_rename_leaves_nothing_that_is_served(
     publish(make_image())
 
 
-def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
+def test_evicted_entry_is_not_found_but_stays_readable_for_a_process_that_has_it_open(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     key = make_image().key
@@ -45,7 +45,7 @@ def test_evicted_entry_is_gone_at_once_and_readable_to_its_readers(
         assert late.read() == b"xxxxx"
 
 
-def test_entry_that_a_reader_holds_keeps_nobody_from_deleting_others(
+def test_evicted_entry_with_a_hanging_reader_does_not_delay_other_deletions(
     cache: Cache,
     publish: Publish,
     make_image: Make,

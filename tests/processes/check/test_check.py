@@ -83,7 +83,7 @@ def test_good_node_has_no_finding(node: GoodNode) -> None:
     assert (done.status, done.code, done.findings) == ("ok", 0, ())
 
 
-def test_login_node_that_has_all_has_no_finding(node: GoodNode) -> None:
+def test_login_node_that_is_set_up_well_has_no_finding(node: GoodNode) -> None:
     as_login(node)
     assert node.check().findings == ()
 
@@ -922,7 +922,9 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("mistake", PLANTED, ids=lambda one: one.id)
-def test_mistake_is_found_and_nothing_else(node: GoodNode, mistake: Planted) -> None:
+def test_check_finds_each_planted_mistake_with_its_change_and_nothing_else(
+    node: GoodNode, mistake: Planted
+) -> None:
     mistake.plant(node)
     done = node.check()
     assert [(one.id, one.level) for one in done.findings] == [(mistake.id, mistake.level)]
@@ -966,7 +968,7 @@ def test_each_finding_has_a_planted_mistake() -> None:
         ("/var/log/forestage", ("log-full", "warning")),
     ],
 )
-def test_file_system_of_our_own_files_that_is_full_is_told(
+def test_check_finds_a_full_file_system_of_run_or_log_files(
     node: GoodNode, folder: str, found: tuple[str, str], lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = RootedTree.disk
@@ -981,7 +983,7 @@ def test_file_system_of_our_own_files_that_is_full_is_told(
     assert one.what == f"the file system of {folder} has no {lack} left"
 
 
-def test_read_only_directory_that_users_may_list_is_a_note_and_all_is_well(
+def test_read_only_configuration_directory_that_users_may_list_is_only_a_note(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an image that all nodes boot, or a ConfigMap."""
@@ -1000,7 +1002,7 @@ def test_read_only_directory_that_users_may_list_is_a_note_and_all_is_well(
     assert words(done).startswith("forestage OK - 1 finding: config-listable\n")
 
 
-def test_operations_page_lists_each_id() -> None:
+def test_operations_page_lists_the_id_of_each_finding() -> None:
     section = (REPO / "docs/operations.md").read_text().split("## Is the node set up well?")[1]
     listed = re.findall(r"`([a-z-]+)`", section.split("| about | ids |")[1].split("\n\n")[0])
     assert sorted(listed) == sorted(findings_made())
@@ -1115,7 +1117,7 @@ GOOD: dict[str, Callable[[GoodNode], object]] = {
 
 
 @pytest.mark.parametrize("plant", GOOD.values(), ids=GOOD.keys())
-def test_setup_that_is_good_enough_is_no_finding(
+def test_check_has_no_finding_for_each_valid_variant_of_the_setup(
     node: GoodNode, plant: Callable[[GoodNode], object]
 ) -> None:
     plant(node)
@@ -1130,7 +1132,7 @@ def test_setup_that_is_good_enough_is_no_finding(
         (PermissionError(13, "no"), []),  # as where the file server squashes root
     ],
 )
-def test_source_that_does_not_answer_is_found_and_not_asked_again(
+def test_source_that_does_not_answer_is_found_and_its_striping_is_not_queried(
     node: GoodNode,
     lfs: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -1152,7 +1154,7 @@ def hung(node: GoodNode, path: str, ago: float = 60.0, result: str = "declined")
     events.append_events(node.places.events, [EventRecord(NOW - ago, "prolog", 7, outcome)])
 
 
-def test_path_that_answered_no_job_is_asked_again(
+def test_check_probes_a_path_that_recently_hung_for_a_job(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
@@ -1168,7 +1170,7 @@ def test_path_that_answered_no_job_is_asked_again(
     assert node.ids() == [], "that is long ago"
 
 
-def test_file_system_below_a_source_that_hangs_is_found(
+def test_check_finds_a_hanging_file_system_that_is_mounted_below_a_source(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
@@ -1181,7 +1183,7 @@ def test_file_system_below_a_source_that_hangs_is_found(
     assert found.what == "/lustre/project, which is mounted below a source, does not answer"
 
 
-def test_users_own_file_system_that_hangs_is_no_finding(
+def test_hanging_fuse_mount_of_a_user_is_no_finding(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any user could have the check of every node say that a source hangs."""
@@ -1193,7 +1195,7 @@ def test_users_own_file_system_that_hangs_is_no_finding(
     assert node.ids() == []
 
 
-def test_part_that_hangs_is_told_after_what_was_found(
+def test_hanging_part_of_check_is_reported_after_the_other_findings(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any file that is read may lie on a file system that hangs, slurm.conf as well."""
@@ -1208,7 +1210,7 @@ def test_part_that_hangs_is_told_after_what_was_found(
     assert ([one.id for one in done.findings], done.code) == (["check-hangs"], 3)
 
 
-def test_part_that_fails_is_an_error_that_names_it(
+def test_failing_part_of_check_raises_an_error_that_names_the_part(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -1223,7 +1225,7 @@ def test_part_that_fails_is_an_error_that_names_it(
 
 
 @pytest.mark.usefixtures("as_root")
-def test_store_that_users_cannot_reach_is_found(
+def test_image_store_that_users_cannot_reach_is_a_finding(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importing()(node)
@@ -1233,7 +1235,7 @@ def test_store_that_users_cannot_reach_is_found(
 
 
 @pytest.mark.usefixtures("as_root")
-def test_store_in_which_users_can_make_nothing_is_found(
+def test_image_store_in_which_users_cannot_create_files_is_a_finding(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its mode says that they can; a mount that is read-only, or a quota, says no."""
@@ -1247,14 +1249,16 @@ def test_store_in_which_users_can_make_nothing_is_found(
     assert (finding.id, "Read-only" in finding.what) == ("store-unwritable", True)
 
 
-def test_store_that_hangs_is_found(node: GoodNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_store_that_hangs_is_a_finding(
+    node: GoodNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     importing()(node)
     monkeypatch.setattr(registry_checks, "TIMEOUT", 0.2)
     monkeypatch.setattr(registry_checks, "_tried", hangs)
     assert node.ids() == ["store-hangs"]
 
 
-def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) -> None:
+def test_silent_registry_is_a_finding_until_the_registry_answers_again(node: GoodNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         name = f"127.0.0.1:{server.getsockname()[1]}#a/b:1"
         silent = RequestOutcome("declined", "registry-silent", request=name)
@@ -1268,7 +1272,7 @@ def test_registry_that_answers_again_or_did_later_is_no_finding(node: GoodNode) 
     assert node.ids() == []
 
 
-def test_registry_that_was_silent_long_ago_is_not_connected_to(node: GoodNode) -> None:
+def test_registry_that_was_silent_two_days_ago_is_no_finding(node: GoodNode) -> None:
     outcome = RequestOutcome("declined", "registry-silent", request="127.0.0.1:1#a/b:1")
     events.append_events(node.places.events, [EventRecord(NOW - 2 * 86400, "step", 7, outcome)])
     assert node.ids() == []
@@ -1277,7 +1281,7 @@ def test_registry_that_was_silent_long_ago_is_not_connected_to(node: GoodNode) -
 # --- Lustre, by a fake lfs
 
 
-def test_narrow_striping_of_large_images_most_used_is_found(
+def test_check_finds_narrow_lustre_striping_of_the_most_used_large_images(
     node: GoodNode, lfs: Callable[[str], Path]
 ) -> None:
     asked = lfs(
@@ -1301,7 +1305,7 @@ def test_narrow_striping_of_large_images_most_used_is_found(
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo nonsense", "echo 8"])
-def test_lfs_without_a_small_number_is_no_finding(
+def test_lfs_output_without_a_small_stripe_count_is_no_finding(
     node: GoodNode, lfs: Callable[[str], Path], script: str
 ) -> None:
     asked = lfs(script)
@@ -1320,13 +1324,15 @@ def test_cache_smaller_than_each_image_is_found(node: GoodNode) -> None:
     assert found["max-size-small"] == f"{node.at(YAML)}: max_size"
 
 
-def test_size_without_its_unit_is_found_before_any_job_has_run(node: GoodNode) -> None:
+def test_max_size_without_a_unit_is_found_before_any_job_has_run(node: GoodNode) -> None:
     node.config("max_size: 60\n")
     told = {one.id: one.what for one in node.check().findings}["max-size-small"]
     assert told == "max_size: the cache may take 60 B, less than any image has"
 
 
-def test_root_file_system_of_a_step_that_runs_is_no_finding(node: GoodNode, as_root: None) -> None:
+def test_container_root_file_system_is_a_finding_only_after_its_step_has_ended(
+    node: GoodNode, as_root: None
+) -> None:
     node.write("/etc/enroot/enroot.conf.d/data.conf", 'ENROOT_DATA_PATH "/raid/enroot/data/${UID}"')
     for name in ("pyxis_77.0", "pyxis_mine", "other"):
         node.at(f"/raid/enroot/data/1001/{name}").mkdir(parents=True)
@@ -1348,13 +1354,13 @@ def test_root_file_system_of_a_step_that_runs_is_no_finding(node: GoodNode, as_r
         "/lustre",
     ],
 )
-def test_mount_of_enroot_that_breaks_nothing_is_no_finding(node: GoodNode, line: str) -> None:
+def test_enroot_mount_that_covers_no_redirect_is_no_finding(node: GoodNode, line: str) -> None:
     node.write("/etc/enroot/mounts.d/50-site.fstab", f"{line}\n")
     node.write("/etc/enroot/mounts.d/readme", "/lustre /lustre none bind 0 0\n")
     assert node.check().findings == ()
 
 
-def test_what_was_read_of_enroot_is_said(node: GoodNode) -> None:
+def test_check_reports_which_enroot_configuration_was_read(node: GoodNode) -> None:
     assert node.check().enroot == ""
     node.write("/usr/bin/enroot", ENROOT.format("/etc/enroot"), 0o755)
     node.write("/etc/enroot/mounts.d/50-site.fstab", "/a /a none bind\n/b bind\n/c rbind\n")
@@ -1376,7 +1382,7 @@ def test_what_was_read_of_enroot_is_said(node: GoodNode) -> None:
         (OURS, "plugstack-conf"),
     ],
 )
-def test_file_of_slurms_that_cannot_be_read_is_named_and_hides_no_companion(
+def test_unreadable_slurm_file_is_a_finding_and_the_companion_is_not_called_absent(
     node: GoodNode, path: str, id: str, marked: bool
 ) -> None:
     """Nothing is said of a companion that is absent: it may be named there."""
@@ -1388,7 +1394,7 @@ def test_file_of_slurms_that_cannot_be_read_is_named_and_hides_no_companion(
     assert done[0].what == f"{node.at(path)} cannot be read: Too many levels of symbolic links"
 
 
-def test_slurm_conf_that_includes_more_than_is_read_is_named(node: GoodNode) -> None:
+def test_slurm_conf_with_too_many_includes_is_an_unknown_finding(node: GoodNode) -> None:
     node.write("/etc/slurm/p.conf", "")
     node.write(CONF, "Include p.conf\n" * MAX_FILES)
     (found,) = node.check().findings
@@ -1396,7 +1402,7 @@ def test_slurm_conf_that_includes_more_than_is_read_is_named(node: GoodNode) -> 
     assert found.what == f"/etc/slurm/p.conf: more than {MAX_FILES} files are included"
 
 
-def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cannot_be_read(
+def test_auto_redirect_is_none_while_a_plugstack_conf_that_was_loaded_cannot_be_read(
     node: GoodNode,
 ) -> None:
     files, settings = RootedTree(node.root), load_config(node.places.etc)
@@ -1416,7 +1422,9 @@ def test_redirect_of_the_node_is_not_used_while_a_plugstack_that_was_loaded_cann
     )
 
 
-def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) -> None:
+def test_companion_named_before_an_unreadable_plugstack_file_makes_the_redirect_spank(
+    node: GoodNode,
+) -> None:
     loop(PYXIS)(node)
     assert node.ids() == ["plugstack-conf"]
     found = sites.read_named_site(RootedTree(node.root), "")
@@ -1426,12 +1434,12 @@ def test_companion_named_before_what_cannot_be_read_is_known_of(node: GoodNode) 
 
 
 @pytest.mark.parametrize("path", [CONF, "/etc/slurm/plugstack.conf", OURS])
-def test_byte_that_is_no_utf8_in_a_file_of_slurms_is_no_mistake(node: GoodNode, path: str) -> None:
+def test_non_utf8_byte_in_a_slurm_file_is_no_finding(node: GoodNode, path: str) -> None:
     node.write(path, b"# f\374r M\374ller\n" + node.at(path).read_bytes())
     assert node.ids() == []
 
 
-def test_byte_that_is_no_utf8_in_a_plugins_name_is_shown_escaped(node: GoodNode) -> None:
+def test_non_utf8_byte_in_a_plugins_path_is_printed_escaped(node: GoodNode) -> None:
     node.write(OURS, COMPANION.encode() + b"required /opt/f\374r.so\n")
     node.plugin(os.fsdecode(b"/opt/f\374r.so"), "slurm_spank_job_prolog")
     done = node.check()
@@ -1440,7 +1448,9 @@ def test_byte_that_is_no_utf8_in_a_plugins_name_is_shown_escaped(node: GoodNode)
     ]
 
 
-def test_covered_paths_that_cannot_be_read_are_unknown(node: GoodNode) -> None:
+def test_job_container_conf_is_a_finding_if_missing_but_not_for_a_non_utf8_byte(
+    node: GoodNode,
+) -> None:
     path = "/etc/slurm/job_container.conf"
     node.slurm("ClusterName=good", "JobContainerType=job_container/tmpfs")
     node.write(path, "BasePath=/mnt/none\n")
@@ -1459,7 +1469,7 @@ CONFIGLESS = "/run/slurm/conf/slurm.conf"
     ("release", "found"),
     [("23.11.4", []), ("", []), ("23.02.7", ["hook-missing"]), ("22.05.8", ["hook-missing"])],
 )
-def test_hook_without_a_directory_is_beside_slurm_conf_since_23_11(
+def test_hook_named_without_a_directory_is_found_beside_slurm_conf_since_slurm_23_11(
     node: GoodNode, release: str, found: list[str]
 ) -> None:
     """As slurmctld sends it to a configless node."""
@@ -1478,7 +1488,7 @@ def test_hook_without_a_directory_is_beside_slurm_conf_since_23_11(
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_node_names_that_do_not_resolve_are_named(
+def test_check_notes_the_peer_nodes_whose_names_do_not_resolve(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
     """By root's own list where there is one; a name service that hangs is no answer."""
@@ -1499,7 +1509,7 @@ def test_node_names_that_do_not_resolve_are_named(
     assert node.ids() == []
 
 
-def test_munge_key_that_no_other_node_has_shown_is_a_note(
+def test_munge_key_not_yet_proven_by_another_node_is_a_note(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key of its own, as Debian's package makes it, lets a node read its own credential."""
@@ -1516,7 +1526,7 @@ def test_munge_key_that_no_other_node_has_shown_is_a_note(
     assert node.ids() == []
 
 
-def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
+def test_node_name_that_does_not_resolve_is_no_finding_if_slurm_knows_a_valid_address(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_checks, "resolve", lambda name: name in ("n1", "10.0.0.2"))
@@ -1528,7 +1538,7 @@ def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(
     assert one.what == "1 of 3 nodes that were tried have no address here: n3"
 
 
-def test_few_names_of_a_large_cluster_are_resolved(
+def test_check_resolves_only_16_node_names_of_a_large_cluster(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_checks, "resolve", lambda _: False)
@@ -1548,7 +1558,7 @@ def slurmd_runs(node: GoodNode, pid: int, parent: int, run: str) -> None:
         node.at(f"/proc/{pid}/root").symlink_to(node.at(run))
 
 
-def test_slurmds_with_one_run_are_told(node: GoodNode) -> None:
+def test_two_slurmds_that_share_run_forestage_are_a_finding(node: GoodNode) -> None:
     slurmd_runs(node, 77, 1, "/")
     slurmd_runs(node, 91, 77, "/")  # a child that is about to be another program
     slurmd_runs(node, 92, 1, "/elsewhere")
@@ -1559,7 +1569,7 @@ def test_slurmds_with_one_run_are_told(node: GoodNode) -> None:
     assert one.what == "2 slurmds (processes 77, 93) have the same /run/forestage"
 
 
-def test_users_process_named_slurmd_is_none(node: GoodNode) -> None:
+def test_users_process_named_slurmd_does_not_count_as_slurmd(node: GoodNode) -> None:
     """By its real id: su(1), started by a link of that name, has an effective one of root's."""
     node.remove("/proc/77/status")  # the node's own
     node.write("/proc/7/comm", "slurmd\n")
@@ -1584,7 +1594,7 @@ def test_step_manager_that_is_just_being_started_is_no_second_slurmd(
     assert node.ids() == []
 
 
-def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> None:
+def test_check_counts_the_entries_that_lost_a_file_within_a_week(node: GoodNode) -> None:
     VANISHED[0].plant(node)
     (one,) = node.check().findings
     assert one.what == (
@@ -1593,20 +1603,20 @@ def test_entries_that_lost_a_file_within_a_week_are_counted(node: GoodNode) -> N
     )
 
 
-def test_entries_that_are_damaged_and_whole_do_not_vanish(node: GoodNode) -> None:
+def test_damaged_entry_with_all_its_files_does_not_count_as_vanished(node: GoodNode) -> None:
     entry("ae" * 16, 7200, "entry.json", "image")(node)
     node.write(f"{CACHE}/entries/stray", "")
     assert node.ids() == []
 
 
-def test_slurm_conf_that_is_named_and_unreadable_is_unknown(node: GoodNode) -> None:
+def test_slurm_conf_with_a_missing_include_is_a_finding(node: GoodNode) -> None:
     node.conf = "/opt/slurm.conf"
     node.write("/opt/slurm.conf", "Include /nowhere\n")
     assert node.ids() == ["slurm-conf"]
 
 
 @pytest.mark.parametrize("text", ["Serial", "Serial,RunInJob", "X11,Serial"])
-def test_findings_about_prolog_flags_ask_for_one_line(node: GoodNode, text: str) -> None:
+def test_findings_about_prolog_flags_propose_one_common_line(node: GoodNode, text: str) -> None:
     flags(text)(node)
     found = [one for one in node.check().findings if one.id.startswith("prolog-")]
     assert len(found) >= 2
@@ -1615,7 +1625,7 @@ def test_findings_about_prolog_flags_ask_for_one_line(node: GoodNode, text: str)
     assert "DeferBatch" in line
 
 
-def test_hook_called_by_a_wrapper_is_ours(node: GoodNode) -> None:
+def test_hook_called_by_a_wrapper_script_is_recognized(node: GoodNode) -> None:
     """Sites wrap hooks; the interpreter behind the wrapper is looked at, too."""
     node.remove("/etc/slurm/prolog.d/50-forestage")
     called = "#!/bin/sh\nexec /usr/libexec/forestage/prolog >>/var/log/x 2>&1\n"
@@ -1633,7 +1643,9 @@ def test_hook_called_by_a_wrapper_is_ours(node: GoodNode) -> None:
     ("name", "line"),
     [("prolog", "Prolog=/etc/slurm/prolog.d/*\n"), ("epilog", f"Epilog={NodePaths().epilog}\n")],
 )
-def test_hook_line_removed_after_jobs_ran_is_absent(node: GoodNode, name: str, line: str) -> None:
+def test_hook_line_removed_from_slurm_conf_after_jobs_ran_is_a_finding(
+    node: GoodNode, name: str, line: str
+) -> None:
     """As when configuration management puts an old slurm.conf back."""
     node.use("/lustre/a.sqsh", 1, hook="prolog")
     node.use("/lustre/a.sqsh", 1, hook="epilog")
@@ -1642,20 +1654,20 @@ def test_hook_line_removed_after_jobs_ran_is_absent(node: GoodNode, name: str, l
     assert node.ids() == [f"{name}-absent"]
 
 
-def test_broken_configuration_hides_nothing_of_slurm(node: GoodNode) -> None:
+def test_broken_configuration_does_not_hide_findings_about_slurm(node: GoodNode) -> None:
     node.config("deadline: soon\nengine: magic\n")
     node.slurm("PrologFlags=Alloc,DeferBatch", "PrologFlags=Alloc,DeferBatch,Serial")
     assert node.ids() == ["config", "config", "prolog-serial"]
 
 
-def test_directory_among_hooks_is_told_as_not_executable(node: GoodNode) -> None:
+def test_directory_among_the_prolog_scripts_is_found_as_not_executable(node: GoodNode) -> None:
     """`Prolog=/etc/slurm/prolog.d/*` matches it, too, and slurmd would try to run it."""
     node.write("/etc/slurm/prolog.d/40-old/prolog", "#!/bin/sh\n", 0o755)
     node.remove("/etc/slurm/prolog.d/50-forestage")
     assert node.ids() == ["hook-not-executable", "prolog-absent"]
 
 
-def test_name_that_is_no_text_is_shown_escaped(node: GoodNode) -> None:
+def test_script_name_with_control_characters_is_printed_escaped(node: GoodNode) -> None:
     odd = os.fsencode(node.at("/etc/slurm/prolog.d/")) + b"/caf\xe9\x1b[2J"
     os.symlink("nowhere", odd)
     done = node.check()
@@ -1665,7 +1677,7 @@ def test_name_that_is_no_text_is_shown_escaped(node: GoodNode) -> None:
 
 
 @pytest.mark.usefixtures("as_root", "open_path")
-def test_user_without_rights_gets_not_root_only(node: GoodNode) -> None:
+def test_check_by_an_ordinary_user_finds_only_not_root(node: GoodNode) -> None:
     node.is_root = False
     os.seteuid(65534)
     try:
@@ -1685,7 +1697,7 @@ def invoke(node: GoodNode, *args: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None) -> None:
+def test_check_exits_like_a_nagios_plugin_by_the_worst_level(node: GoodNode, as_root: None) -> None:
     assert invoke(node) == (0, "forestage OK - nothing to change\n")
     node.config("enabled: false\n")
     code, out = invoke(node)
@@ -1707,7 +1719,7 @@ def test_command_ends_as_nagios_plugin(node: GoodNode, as_root: None) -> None:
         (("unknown", "critical", "warning"), "critical", 2),
     ],
 )
-def test_known_trouble_goes_before_unknown(
+def test_check_status_of_a_known_problem_takes_precedence_over_unknown(
     levels: tuple[FindingLevel, ...], status: str, code: int
 ) -> None:
     report = check.make_report(
@@ -1716,7 +1728,7 @@ def test_known_trouble_goes_before_unknown(
     assert (report.status, report.code) == (status, code)
 
 
-def test_check_changes_nothing(node: GoodNode) -> None:
+def test_check_changes_no_file(node: GoodNode) -> None:
     def tree() -> set[tuple[str, float]]:
         files = node.root.rglob("*")
         return {(str(f), os.lstat(f).st_mtime) for f in files}
@@ -1744,7 +1756,7 @@ def test_prefetch_host_that_reads_the_queue_has_no_finding(
         (-30.0, PrefetchRecord((ImageInspection("/a", 7, 1.0, 1.0),), idle=BUSY), []),
     ],
 )
-def test_node_looks_at_what_the_prefetch_host_gives(
+def test_check_finds_a_skewed_or_old_prefetch_list_and_unmeasured_bandwidth(
     node: GoodNode,
     monkeypatch: pytest.MonkeyPatch,
     ahead: float,

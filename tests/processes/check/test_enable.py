@@ -95,20 +95,22 @@ def removed(file: str, text: str, place: str) -> LineChange:
 # --- lines of slurm.conf
 
 
-def test_slurm_conf_without_hooks_gets_two_lines(slurm: Slurm) -> None:
+def test_enable_proposes_a_prolog_and_an_epilog_line_for_slurm_conf(slurm: Slurm) -> None:
     plan = slurm.to_enable()
     assert plan.lines == [added(CONF, f"Prolog={PROLOG}"), added(CONF, f"Epilog={EPILOG}")]
     assert (plan.refusals, plan.notes) == ([], [])
 
 
-def test_slurm_conf_is_never_edited(slurm: Slurm) -> None:
+def test_enable_and_disable_never_edit_slurm_conf(slurm: Slurm) -> None:
     slurm.enable()
     slurm.disable()
     assert slurm.at(CONF).read_text() == TEXT
     assert not slurm.at(STACK).exists()
 
 
-def test_lines_that_are_there_are_not_asked_for_again_and_are_removed(slurm: Slurm) -> None:
+def test_existing_hook_lines_are_not_proposed_by_enable_and_are_removed_by_disable(
+    slurm: Slurm,
+) -> None:
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog=\\\n{EPILOG}\n")
     assert slurm.to_enable().empty
     assert slurm.to_disable().lines == [
@@ -117,7 +119,7 @@ def test_lines_that_are_there_are_not_asked_for_again_and_are_removed(slurm: Slu
     ]
 
 
-def test_line_of_an_included_file_is_removed_there(slurm: Slurm) -> None:
+def test_disable_names_the_included_file_that_has_the_hook_line(slurm: Slurm) -> None:
     slurm.write("/etc/slurm/hooks.conf", f"prolog = {PROLOG}\n")
     slurm.write(CONF, f"{TEXT}\nInclude hooks.conf\nEpilog={EPILOG}\n")
     assert slurm.to_enable().empty
@@ -134,7 +136,7 @@ def test_line_of_an_included_file_is_removed_there(slurm: Slurm) -> None:
         (CONF, f"Prolog={PROLOG} Epilog=/site\n", r"slurm\.conf:1 says more than one thing"),
     ],
 )
-def test_unreadable_configuration_is_not_guessed(
+def test_enable_fails_if_slurms_configuration_is_unreadable_or_ambiguous(
     slurm: Slurm, path: str, text: str, problem: str
 ) -> None:
     slurm.write(path, text)
@@ -142,7 +144,7 @@ def test_unreadable_configuration_is_not_guessed(
         slurm.to_enable()
 
 
-def test_comment_or_other_setting_is_no_hook(slurm: Slurm) -> None:
+def test_comment_or_other_setting_in_slurm_conf_does_not_count_as_a_hook_line(slurm: Slurm) -> None:
     slurm.write(
         CONF,
         "# Prolog=/site/old\nPrologSlurmctld=/site/ctld\n"
@@ -154,7 +156,7 @@ def test_comment_or_other_setting_is_no_hook(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/run/slurm/conf", "/var/spool/slurmd/conf-cache"])
-def test_configless_node_says_where_to_change_the_file(slurm: Slurm, folder: str) -> None:
+def test_enable_and_disable_note_that_the_node_is_configless(slurm: Slurm, folder: str) -> None:
     slurm.conf = f"{folder}/slurm.conf"
     slurm.write(slurm.conf, TEXT)
     for plan in (slurm.to_enable(), slurm.to_disable()):
@@ -192,7 +194,7 @@ def with_prolog(slurm: Slurm, text: str) -> None:
         ),
     ],
 )
-def test_what_would_drain_nodes_or_replace_a_script_is_refused(
+def test_enable_refuses_changes_that_would_drain_nodes_or_replace_a_script(
     slurm: Slurm, harm: Callable[[Slurm], None], why: str
 ) -> None:
     slurm.with_glob()
@@ -202,7 +204,9 @@ def test_what_would_drain_nodes_or_replace_a_script_is_refused(
     assert "50-forestage" not in slurm.names()
 
 
-def test_script_that_calls_us_is_left_as_it_is(slurm: Slurm) -> None:
+def test_site_prolog_script_that_calls_the_hook_needs_no_line_and_is_noted_by_disable(
+    slurm: Slurm,
+) -> None:
     slurm.script("/site/prolog", f"#!/bin/sh\nmount /scratch\nexec {PROLOG}\n")
     slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\nEpilog={EPILOG}\n")
     assert slurm.to_enable().empty
@@ -212,7 +216,9 @@ def test_script_that_calls_us_is_left_as_it_is(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("ours", ["50-all-forestage", "", "50-all-enroot"])
-def test_script_that_runs_a_directory_with_ours_calls_us(slurm: Slurm, ours: str) -> None:
+def test_site_prolog_script_that_runs_a_directory_with_the_hook_needs_no_line(
+    slurm: Slurm, ours: str
+) -> None:
     """As the prolog.sh of DeepOps. A directory of another kind is no sign."""
     run = "/etc/slurm/shared/bin/run-parts.sh"
     slurm.script("/etc/slurm/prolog.sh", f"PATH=/usr/bin\n{run} {PROLOG_D}\n")
@@ -232,7 +238,9 @@ def test_script_that_runs_a_directory_with_ours_calls_us(slurm: Slurm, ours: str
     ("pattern", "name"),
     [("*", "50-forestage"), ("*.sh", "50-forestage.sh"), ("[0-9]*", "50-forestage")],
 )
-def test_glob_gets_a_link_that_it_matches(slurm: Slurm, pattern: str, name: str) -> None:
+def test_enable_makes_a_link_that_the_prolog_glob_matches_and_disable_removes_the_link(
+    slurm: Slurm, pattern: str, name: str
+) -> None:
     slurm.with_glob(pattern)
     slurm.enable()
     assert os.readlink(slurm.at(f"{PROLOG_D}/{name}")) == str(slurm.at(PROLOG))
@@ -242,7 +250,9 @@ def test_glob_gets_a_link_that_it_matches(slurm: Slurm, pattern: str, name: str)
     assert name not in slurm.names()
 
 
-def test_link_of_another_name_is_ours(slurm: Slurm) -> None:
+def test_link_to_the_hook_by_another_name_is_recognized_and_removed_by_disable(
+    slurm: Slurm,
+) -> None:
     slurm.with_glob()
     slurm.link(f"{PROLOG_D}/05-images")
     assert slurm.to_enable().empty
@@ -251,7 +261,7 @@ def test_link_of_another_name_is_ours(slurm: Slurm) -> None:
     assert slurm.names() == ["20-site"]
 
 
-def test_glob_is_never_left_without_a_match(slurm: Slurm) -> None:
+def test_disable_refuses_to_leave_the_prolog_glob_without_a_match(slurm: Slurm) -> None:
     slurm.with_glob(others=())
     slurm.enable()
     with pytest.raises(SlurmConfChangeRefused, match="would match nothing"):
@@ -259,7 +269,7 @@ def test_glob_is_never_left_without_a_match(slurm: Slurm) -> None:
     assert slurm.names() == ["50-forestage"]
 
 
-def test_glob_that_matches_the_hook_itself_loses_nothing(slurm: Slurm) -> None:
+def test_disable_keeps_the_hook_file_if_the_glob_matches_the_hook_itself(slurm: Slurm) -> None:
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG[:-1]}*\n")
     slurm.disable()
     assert slurm.at(PROLOG).exists()
@@ -274,7 +284,9 @@ def process(slurm: Slurm, number: int, name: str, parent: int, *environ: str, ui
 
 
 @pytest.mark.parametrize("context", ["prolog_slurmd", "epilog_slurmd"])
-def test_link_stays_while_slurmd_may_have_listed_it(slurm: Slurm, context: str) -> None:
+def test_disable_is_refused_while_slurmd_may_have_listed_the_prolog_directory(
+    slurm: Slurm, context: str
+) -> None:
     """slurmd lists the directory, then looks for each script in turn; one that is gone drains."""
     slurm.with_glob()
     slurm.enable()
@@ -285,7 +297,7 @@ def test_link_stays_while_slurmd_may_have_listed_it(slurm: Slurm, context: str) 
     assert "50-forestage" in slurm.names()
 
 
-def test_process_that_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> None:
+def test_process_that_only_resembles_a_prolog_does_not_block_disable(slurm: Slurm) -> None:
     """A copy that goes on after its Prolog, a user's variable: both may be there for ever."""
     slurm.with_glob()
     slurm.enable()
@@ -305,7 +317,7 @@ def test_process_that_only_looks_like_a_prolog_keeps_no_link(slurm: Slurm) -> No
 # --- the companion
 
 
-def test_companion_goes_before_pyxis(slurm: Slurm) -> None:
+def test_enable_proposes_the_companion_line_before_pyxis(slurm: Slurm) -> None:
     slurm.write(COMPANION, "")
     slurm.write(STACK, "# site\ninclude plugstack.conf.d/*\n")
     slurm.write("/etc/slurm/plugstack.conf.d/pyxis.conf", "required /usr/lib/pyxis.so\n")
@@ -315,19 +327,19 @@ def test_companion_goes_before_pyxis(slurm: Slurm) -> None:
     assert any("Login nodes" in note for note in plan.notes)
 
 
-def test_companion_that_is_not_installed_is_not_loaded(slurm: Slurm) -> None:
+def test_enable_proposes_no_companion_line_if_the_companion_is_not_installed(slurm: Slurm) -> None:
     slurm.write(STACK, "required pyxis.so\n")
     assert {one.file for one in slurm.to_enable().lines} == {CONF}
 
 
-def test_plug_stack_config_names_the_file(slurm: Slurm) -> None:
+def test_companion_line_is_proposed_for_the_file_that_plugstackconfig_names(slurm: Slurm) -> None:
     slurm.write(COMPANION, "")
     slurm.write(CONF, f"{TEXT}\nPlugStackConfig=/opt/stack.conf\n")
     last = slurm.to_enable().lines[-1]
     assert last == added("/opt/stack.conf", f"optional {COMPANION}", "as the first line")
 
 
-def test_pyxis_before_the_companion_is_to_be_moved(slurm: Slurm) -> None:
+def test_enable_notes_to_move_the_companion_line_before_pyxis(slurm: Slurm) -> None:
     slurm.write(COMPANION, "")
     slurm.write(STACK, f"required pyxis.so\noptional {COMPANION} timeout=60\n")
     move = f"{STACK}: `optional {COMPANION} timeout=60` before the line of pyxis.so ({STACK}:1)"
@@ -336,7 +348,7 @@ def test_pyxis_before_the_companion_is_to_be_moved(slurm: Slurm) -> None:
     assert slurm.to_disable().lines == [line]
 
 
-def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None:
+def test_enable_proposes_an_include_by_slurm_release_for_a_packaged_companion(slurm: Slurm) -> None:
     """So that hosts without it, or with that of another release, read the line without a word."""
     slurm.write(COMPANION, "")
     slurm.write(f"{COMPANION}.release", "24.11.5\n")
@@ -357,7 +369,9 @@ def test_companion_of_a_package_is_included_by_its_release(slurm: Slurm) -> None
     assert any(f"{STACK}: `{line}` before the line of" in note for note in slurm.to_enable().notes)
 
 
-def test_companion_that_this_slurm_will_not_load_is_said_as_check_says_it(slurm: Slurm) -> None:
+def test_enable_notes_a_companion_of_another_slurm_release_in_the_words_of_check(
+    slurm: Slurm,
+) -> None:
     slurm.write(COMPANION, "")
     slurm.write(f"{COMPANION}.release", "24.11.5\n")
     slurm.write(STACK, f"required {COMPANION}\n")
@@ -371,7 +385,9 @@ def test_companion_that_this_slurm_will_not_load_is_said_as_check_says_it(slurm:
     assert note == f"{found.what}. {found.why}. Change: {found.change}"
 
 
-def test_line_of_another_release_is_kept_beside_the_new_one(slurm: Slurm) -> None:
+def test_enable_keeps_the_companion_include_of_another_release_and_disable_removes_both(
+    slurm: Slurm,
+) -> None:
     """While nodes are upgraded one after the other, each reads its own."""
     slurm.write(COMPANION, "")
     slurm.write(f"{COMPANION}.release", "24.11.5\n")
@@ -387,14 +403,14 @@ def test_line_of_another_release_is_kept_beside_the_new_one(slurm: Slurm) -> Non
     ]
 
 
-def test_flag_that_keeps_an_old_slurm_from_starting_is_not_asked_for(slurm: Slurm) -> None:
+def test_enable_proposes_no_prolog_flag_that_keeps_an_old_slurm_from_starting(slurm: Slurm) -> None:
     slurm.write(CONF, "ClusterName=c\nPrologFlags=Alloc\n")
     assert any("DeferBatch" in note for note in slurm.to_enable().notes)
     slurm.script("/usr/sbin/slurmd", "#!/bin/sh\necho slurm-wlm 21.08.5\n")
     assert not any("DeferBatch" in note for note in slurm.to_enable().notes)
 
 
-def test_relative_plugin_include_is_beside_its_file(slurm: Slurm) -> None:
+def test_relative_include_in_plugstack_conf_is_resolved_beside_its_file(slurm: Slurm) -> None:
     slurm.write(STACK, "include plug*.d\n")
     slurm.write("/etc/slurm/plug.d", f"optional {COMPANION}\n")
     stack = site.read_site(slurm.files, CONF).stack
@@ -410,7 +426,9 @@ def run(tmp_path: Path, *words: str, code: int = ExitStatus.OK) -> str:
     return done.stdout
 
 
-def test_command_prints_lines_to_copy_and_what_comes_next(slurm: Slurm, tmp_path: Path) -> None:
+def test_enable_prints_the_lines_to_copy_and_the_reconfigure_command(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     slurm.write(COMPANION, "")
     printed = run(tmp_path, "enable").splitlines()
     at = printed.index(f"Add to {CONF}, at the end:")
@@ -423,7 +441,7 @@ def test_command_prints_lines_to_copy_and_what_comes_next(slurm: Slurm, tmp_path
     assert slurm.at(CONF).read_text() == TEXT
 
 
-def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
+def test_enable_makes_the_link_only_with_yes(slurm: Slurm, tmp_path: Path) -> None:
     slurm.with_glob()
     assert "add --yes" in run(tmp_path, "enable")
     assert slurm.names() == ["20-site"]
@@ -433,7 +451,7 @@ def test_link_is_made_with_yes_only(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.names() == ["20-site", "50-forestage"]
 
 
-def test_users_list_no_directory_of_the_configuration_with_yes_only(
+def test_enable_makes_the_configuration_directory_unlistable_only_with_yes(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     slurm.with_glob()
@@ -484,7 +502,7 @@ def systemctl(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Systemctl:
     return made
 
 
-def test_units_are_started_with_yes_where_systemd_runs(
+def test_enable_starts_the_units_only_with_yes(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     node = Site(tmp_path)
@@ -496,7 +514,7 @@ def test_units_are_started_with_yes_where_systemd_runs(
     assert "systemctl enable" not in node.run("enable", SLURM_CONF).stdout
 
 
-def test_unit_that_somebody_has_enabled_is_not_named(
+def test_enable_does_not_propose_a_unit_that_is_already_enabled(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     slurm.write(WANTED[PEER], "")
@@ -516,7 +534,7 @@ def test_masked_unit_stays_off_and_the_others_start(
 @pytest.mark.parametrize(
     "text", ["peers: {enabled: false}\n", "engine: rsync\n", "no-such-key: 1\n"]
 )
-def test_peer_service_is_not_started_where_it_has_nothing_to_do(
+def test_enable_starts_no_peer_service_if_peers_are_unused_or_the_configuration_is_broken(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl, text: str
 ) -> None:
     node = Site(tmp_path, text)
@@ -525,7 +543,7 @@ def test_peer_service_is_not_started_where_it_has_nothing_to_do(
     assert systemctl.asked == [f"enable --now {TIMER}"]
 
 
-def test_peer_service_is_stopped_by_disable_and_the_timer_goes_on(
+def test_disable_stops_the_peer_service_but_not_the_timer(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     node = Site(tmp_path)
@@ -539,7 +557,7 @@ def test_peer_service_is_stopped_by_disable_and_the_timer_goes_on(
     assert "systemctl" not in node.run("disable", SLURM_CONF).stdout
 
 
-def test_peer_service_goes_on_where_disable_is_refused(
+def test_peer_service_is_not_stopped_if_disable_is_refused(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     slurm.write(WANTED[PEER], "")
@@ -549,7 +567,7 @@ def test_peer_service_goes_on_where_disable_is_refused(
     assert (done.exit_code, systemctl.asked) == (ExitStatus.REFUSED, [])
 
 
-def test_units_are_said_beside_a_document(
+def test_enable_with_json_reports_the_started_units_on_stderr(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     node = Site(tmp_path)
@@ -559,7 +577,7 @@ def test_units_are_said_beside_a_document(
 
 
 @pytest.mark.parametrize("command", ["enable", "disable"])
-def test_no_unit_is_asked_for_where_no_systemd_runs(
+def test_enable_and_disable_name_no_unit_where_systemd_does_not_run(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl, command: str
 ) -> None:
     slurm.at("/run/systemd/system").rmdir()
@@ -569,7 +587,9 @@ def test_no_unit_is_asked_for_where_no_systemd_runs(
     assert systemctl.asked == []
 
 
-def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_path: Path) -> None:
+def test_refused_enable_exits_with_refused_and_lists_the_refusal_in_json(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     slurm.script("/site/prolog")
     slurm.write(CONF, "Prolog=/site/prolog\n")
     printed = run(tmp_path, "enable", "--yes", "--json", code=ExitStatus.REFUSED)
@@ -581,7 +601,7 @@ def test_refusal_has_an_exit_status_and_is_in_the_document(slurm: Slurm, tmp_pat
 
 
 @pytest.mark.parametrize("how", [(), ("--json",)])
-def test_byte_that_is_no_utf8_in_slurm_conf_is_printed_escaped(
+def test_non_utf8_byte_in_slurm_conf_is_printed_escaped(
     slurm: Slurm, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     site_own = os.fsdecode(b"/site/f\374r")
@@ -598,7 +618,9 @@ def test_slurm_conf_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     assert done.exit_code == ExitStatus.USAGE
 
 
-def test_slurm_conf_is_where_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_of_the_slurm_conf_option_is_the_environment_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (option,) = [one for one in command.params if one.name == "slurm_conf"]
     assert callable(option.default)
     monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -619,7 +641,7 @@ def of_disk(slurm: Slurm) -> list[LineChange]:
     return plan.disk
 
 
-def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
+def test_enable_prints_slurm_lines_for_the_caches_disk_without_requiring_them(
     slurm: Slurm,
 ) -> None:
     assert of_disk(slurm) == [
@@ -640,24 +662,28 @@ def test_lines_for_nodes_with_the_disk_are_printed_and_nothing_is_done_for_them(
     assert "Feature=nvme TmpDisk=3400000 Gres=nvme:1660" in said
 
 
-def test_other_types_of_gres_stay_in_the_line(slurm: Slurm) -> None:
+def test_proposed_gres_types_line_keeps_the_types_already_there(slurm: Slurm) -> None:
     slurm.write(CONF, f"{TEXT}\nGresTypes=gpu,shard\n")
     assert added(CONF, "GresTypes=gpu,shard,nvme") in of_disk(slurm)
 
 
 @pytest.mark.parametrize("own", ["TmpFS=/scratch", "GresTypes=gpu,nvme"])
-def test_site_that_names_its_disks_already_reads_nothing_of_it(slurm: Slurm, own: str) -> None:
+def test_enable_prints_no_disk_lines_if_slurm_conf_already_names_its_disks(
+    slurm: Slurm, own: str
+) -> None:
     slurm.write(CONF, f"{TEXT}\n{own}\n")
     assert of_disk(slurm) == []
 
 
-def test_disk_without_room_for_jobs_is_no_gres(slurm: Slurm) -> None:
+def test_disk_without_room_for_jobs_gets_no_gres_line(slurm: Slurm) -> None:
     small = CacheDisk("/mnt/nvme", mib=900, for_jobs=0)
     found = enable.plan_enable(slurm.files, site.read_site(slurm.files, slurm.conf), small).disk
     assert [one.text for one in found] == ["TmpFS=/mnt/nvme", "Feature=nvme TmpDisk=900"]
 
 
-def test_disk_is_the_one_below_the_cache(staging_node: Node, tmp_path: Path) -> None:
+def test_find_cache_disk_finds_the_mount_below_the_cache_directory(
+    staging_node: Node, tmp_path: Path
+) -> None:
     shutil.rmtree(staging_node.cache.root)
     assert enable.find_cache_disk(staging_node) is None
     staging_node.cache.prepare(False)

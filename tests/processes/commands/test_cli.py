@@ -55,7 +55,7 @@ def no_rights(site: Site, open_path: Path) -> Iterator[None]:
 # --- the command line itself
 
 
-def test_help_imports_only_what_it_needs() -> None:
+def test_help_imports_neither_heavy_libraries_nor_command_modules() -> None:
     code = """
 import sys
 from click.testing import CliRunner
@@ -68,7 +68,7 @@ print([n for n, one in sys.modules.items() if isinstance(getattr(one, "COMMANDS"
     assert done.stdout.split() == ["[]", "[]"]
 
 
-def test_command_is_imported_without_those_of_other_modules() -> None:
+def test_running_a_command_imports_no_other_command_module() -> None:
     code = """
 import sys
 from click.testing import CliRunner
@@ -94,7 +94,7 @@ def test_summary_of_a_command_is_the_first_sentence_of_its_help() -> None:
     assert known == found
 
 
-def test_each_command_of_a_module_is_known() -> None:
+def test_each_command_of_the_modules_is_registered_in_the_main_group() -> None:
     modules = [load_module() for load_module in main.modules.values()]
     assert {one.name for module in modules for one in module.COMMANDS} == {*main.commands}
 
@@ -148,7 +148,9 @@ def test_each_error_has_its_exit_status(error: Exception, expected: ExitStatus) 
     assert world.choose_exit_status(error) is expected
 
 
-def test_reader_that_goes_away_gets_no_traceback(site: Site, tmp_path: Path) -> None:
+def test_ls_into_a_closed_pipe_exits_with_pipe_status_and_no_traceback(
+    site: Site, tmp_path: Path
+) -> None:
     for number in range(3):
         site.publish(site.image(f"{number}.sqsh"))
     code = (
@@ -177,7 +179,7 @@ LOOKING = [["status"], ["ls"], ["show", "abcd"], ["path", "/x"], ["evict"], ["pi
 
 
 @pytest.mark.parametrize("args", [*LOOKING, ["config"]])
-def test_broken_configuration_is_shown_in_full(site: Site, args: list[str]) -> None:
+def test_broken_configuration_is_reported_with_each_problem(site: Site, args: list[str]) -> None:
     site.configure("deadline: soon\nengine: magic\n")
     done = site.run(*args)
     assert (done.exit_code, done.stdout) == (ExitStatus.CONFIG, "")
@@ -189,7 +191,7 @@ def test_broken_configuration_is_shown_in_full(site: Site, args: list[str]) -> N
 
 
 @pytest.mark.parametrize("args", LOOKING)
-def test_user_without_rights_is_asked_to_be_root(
+def test_command_without_permission_exits_and_advises_to_run_as_root(
     site: Site, no_rights: None, args: list[str]
 ) -> None:
     done = site.run(*args)
@@ -198,13 +200,13 @@ def test_user_without_rights_is_asked_to_be_root(
 
 
 @pytest.mark.parametrize("args", [["status"], ["ls"], ["evict"], ["evict", "--all"]])
-def test_cache_that_is_not_made_yet_is_empty_and_stays_unmade(site: Site, args: list[str]) -> None:
+def test_missing_cache_is_shown_as_empty_and_is_not_created(site: Site, args: list[str]) -> None:
     assert site.run(*args).exit_code == ExitStatus.OK
     assert not site.node.cache.root.exists()
 
 
 @pytest.mark.parametrize("args", [["ls"], ["evict"], ["path", "/x"]])
-def test_disk_that_is_not_mounted_ends_with_its_own_status(
+def test_command_exits_with_unmounted_status_if_the_caches_disk_is_not_mounted(
     site: Site, monkeypatch: pytest.MonkeyPatch, args: list[str]
 ) -> None:
     site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
@@ -228,7 +230,7 @@ def test_status_of_an_unmounted_disk_shows_leases(
     assert (found["room"], found["leases"][0]["job"]) == (None, 7)
 
 
-def test_cache_of_another_format_is_left_alone(site: Site) -> None:
+def test_evict_and_status_refuse_a_cache_of_another_format_and_keep_its_entries(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
     assert site.run("evict", key).exit_code == ExitStatus.CACHE
@@ -236,14 +238,14 @@ def test_cache_of_another_format_is_left_alone(site: Site) -> None:
     assert site.keys() == {key}
 
 
-def test_quiet_evict_speaks_only_of_what_it_evicted(site: Site) -> None:
+def test_quiet_evict_prints_only_if_an_entry_was_evicted(site: Site) -> None:
     assert site.run("evict", "-q").stdout == ""
     assert site.run("evict").stdout == "0 entries evicted, 0 B.\n"
     key = site.publish(site.image("a.sqsh"))
     assert "1 entry evicted" in site.run("evict", "-q", key).stdout
 
 
-def test_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
+def test_damaged_lease_is_shown_by_status_and_evict_evicts_nothing(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     site.lease(7, EntryUse(key))
     site.node.leases.file(8).write_text("{")
@@ -258,7 +260,7 @@ def test_damaged_lease_is_shown_and_nothing_is_evicted(site: Site) -> None:
 # --- status and ls
 
 
-def test_status_counts_what_is_there(site: Site) -> None:
+def test_status_counts_leased_pinned_superseded_and_damaged_entries(site: Site) -> None:
     old = site.publish(site.image("a.sqsh"), age=500)
     site.publish(site.image("a.sqsh", b"another version"), age=50)
     used = site.publish(site.image("b.sqsh"))
@@ -276,7 +278,7 @@ def test_status_counts_what_is_there(site: Site) -> None:
 
 
 @pytest.mark.parametrize("bound", [True, False])
-def test_status_takes_a_path_for_redirected_once_it_is(
+def test_status_shows_a_leased_path_as_redirected_only_if_its_bind_is_mounted(
     site: Site, monkeypatch: pytest.MonkeyPatch, bound: bool
 ) -> None:
     """A lease names it before, while the copy goes on."""
@@ -290,7 +292,7 @@ def test_status_takes_a_path_for_redirected_once_it_is(
     assert (image["path"], image["redirected"]) == (path, bound)
 
 
-def test_ls_has_the_last_used_first(site: Site) -> None:
+def test_ls_lists_the_last_used_entry_first(site: Site) -> None:
     for name, age in (("a", 50), ("b", 5), ("c", 500)):
         site.publish(site.image(name), age)
     assert [Path(item["path"]).name for item in site.json("ls")] == ["b", "a", "c"]
@@ -298,7 +300,7 @@ def test_ls_has_the_last_used_first(site: Site) -> None:
     assert [line.split()[4] for line in lines[1:]] == ["5s", "50s", "8m20s"]
 
 
-def test_text_of_users_cannot_command_the_terminal(site: Site) -> None:
+def test_control_characters_in_an_image_name_are_printed_escaped(site: Site) -> None:
     name = "\x1b]0;gotcha\x07[red]\n\u202ename"
     site.publish(site.image(name))
     printed = site.run("ls").stdout
@@ -311,7 +313,7 @@ def test_text_of_users_cannot_command_the_terminal(site: Site) -> None:
 # --- which entry is meant
 
 
-def test_show_takes_a_key_its_beginning_a_path_and_a_link(site: Site) -> None:
+def test_show_accepts_a_key_a_key_prefix_a_path_and_a_link(site: Site) -> None:
     path = site.image("a.sqsh")
     key = site.publish(path)
     link = site.lustre / "link"
@@ -330,7 +332,7 @@ def test_show_of_a_path_has_its_newest_version_first(site: Site) -> None:
 
 
 @pytest.mark.parametrize("word", ["abcd", "/nowhere", "0" * 32, "", "a" * 5000, "."])
-def test_entry_that_is_not_here_ends_with_1(site: Site, word: str) -> None:
+def test_commands_exit_1_if_the_named_entry_is_not_found(site: Site, word: str) -> None:
     site.publish(site.image("a.sqsh"))
     for command in ("show", "evict", "pin", "unpin"):
         done = site.run(command, word)
@@ -338,13 +340,13 @@ def test_entry_that_is_not_here_ends_with_1(site: Site, word: str) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_key_that_is_too_short_says_how_much_is_needed(site: Site) -> None:
+def test_message_for_a_too_short_key_names_the_number_of_digits_needed(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     assert "4 digits or more" in site.run("show", key[:3]).stderr
     assert "see `forestage ls`" in site.run("show", "/nowhere").stderr
 
 
-def test_one_wrong_word_among_several_does_nothing_at_all(site: Site) -> None:
+def test_evict_and_pin_change_nothing_if_one_of_several_arguments_is_not_found(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     assert site.run("evict", key, "nothing").exit_code == ExitStatus.NOT_FOUND
     assert site.run("pin", key, "nothing").exit_code == ExitStatus.NOT_FOUND
@@ -376,7 +378,7 @@ def test_show_of_a_changed_source_says_what_changed(
     assert re.search(expected, done.stdout)
 
 
-def test_show_of_a_damaged_entry_says_so(site: Site) -> None:
+def test_show_of_a_damaged_entry_prints_damaged(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     (site.node.cache.entry_dir(key) / "entry.json").write_text("{")
     done = site.run("show", key)
@@ -384,7 +386,7 @@ def test_show_of_a_damaged_entry_says_so(site: Site) -> None:
     assert "not checked: the entry is damaged" in done.stdout
 
 
-def test_path_gives_the_copy_only_of_exactly_the_present_bytes(site: Site) -> None:
+def test_path_command_prints_the_copy_only_if_the_source_is_unchanged(site: Site) -> None:
     path = site.image("a.sqsh")
     assert "does not hold" in site.run("path", str(path)).stderr
     key = site.publish(path)
@@ -396,14 +398,16 @@ def test_path_gives_the_copy_only_of_exactly_the_present_bytes(site: Site) -> No
 
 
 @pytest.mark.parametrize("image", ["ubuntu:24.04", "/nowhere.sqsh", "/", "/dev/null", "docker://x"])
-def test_path_of_what_cannot_be_in_a_cache_says_why(site: Site, image: str) -> None:
+def test_path_command_with_an_argument_that_cannot_be_cached_exits_with_not_found(
+    site: Site, image: str
+) -> None:
     done = site.run("path", image)
     assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert image in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="lays a bind")
-def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
+def test_path_command_checks_the_source_beneath_its_redirect(site: Site) -> None:
     path = site.image("a.sqsh")
     key = site.publish(path)
     child = os.fork()
@@ -426,7 +430,7 @@ def test_source_is_looked_at_under_our_own_bind(site: Site) -> None:
 # --- evict, pin, unpin
 
 
-def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
+def test_evict_evicts_the_named_entries_except_leased_and_pinned_entries(site: Site) -> None:
     keys = {name: site.publish(site.image(name)) for name in "abcd"}
     site.publish(site.image("c", b"another version"))
     site.lease(7, EntryUse(keys["a"]))
@@ -441,7 +445,7 @@ def test_evict_takes_what_was_named_but_nothing_in_use(site: Site) -> None:
     assert site.run("evict", keys["d"]).exit_code == ExitStatus.OK
 
 
-def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
+def test_evict_all_spares_leased_entries_and_exits_0(site: Site) -> None:
     keys = {name: site.publish(site.image(name)) for name in "abc"}
     site.lease(7, EntryUse(keys["a"]))
     assert site.run("evict", "--all").exit_code == ExitStatus.OK
@@ -449,7 +453,7 @@ def test_evict_all_leaves_what_is_in_use_and_is_content(site: Site) -> None:
     assert list(site.node.cache.evicted.iterdir()) == []
 
 
-def test_evict_all_takes_unfinished_copies_that_no_job_wants(site: Site) -> None:
+def test_evict_all_deletes_unfinished_copies_without_a_lease(site: Site) -> None:
     entry = site.publish(site.image("whole"))
     paths = {name: site.image(name, b"x" * (1 << 20)) for name in ("left", "wanted", "live")}
     keys = {name: site.part(path)[0].directory.name for name, path in paths.items()}
@@ -481,7 +485,7 @@ def test_evict_stops_at_the_low_watermark(site: Site) -> None:
     assert site.keys() == {new}
 
 
-def test_dry_run_promises_what_evict_then_does(site: Site) -> None:
+def test_evict_dry_run_reports_exactly_what_evict_then_does(site: Site) -> None:
     keys = [site.publish(site.image(name)) for name in "abc"]
     site.lease(7, EntryUse(keys[0]))
     promised = site.json("evict", "-n", *keys, code=ExitStatus.NOT_FOUND)
@@ -519,7 +523,9 @@ def test_command_reads_each_entry_once(
     assert reads == Counter(keys)
 
 
-def test_path_of_a_copy_is_found_by_its_key(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_command_reads_no_entry_if_the_copy_is_found_by_its_key(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images = [site.image(f"{n}.sqsh") for n in range(3)]
     keys = [site.publish(image) for image in images[:2]]
     reads = counted_reads(monkeypatch)
@@ -542,7 +548,7 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return reads
 
 
-def test_entry_leased_or_pinned_since_it_was_listed_says_why_it_stays(site: Site) -> None:
+def test_evict_reports_why_an_entry_leased_or_pinned_since_the_listing_stays(site: Site) -> None:
     keys = [site.publish(site.image(f"{n}.sqsh")) for n in range(3)]
     items = inventory.read_inventory(site.node).items
     site.run("pin", keys[0])
@@ -568,7 +574,7 @@ def test_pinned_entry_stays_until_it_is_unpinned(site: Site) -> None:
     assert site.keys() == set()
 
 
-def test_pin_of_a_path_means_its_newest_and_unpin_all(site: Site) -> None:
+def test_pin_of_a_path_pins_its_newest_version_and_unpin_unpins_all_versions(site: Site) -> None:
     path = str(site.lustre / "a")
     old = site.publish(site.image("a"), age=50)
     new = site.publish(site.image("a", b"another version"), age=5)
@@ -601,24 +607,28 @@ def test_explain_needs_neither_configuration_nor_cache(site: Site) -> None:
 
 
 @pytest.mark.parametrize("word", ["7.0", "7.batch", "7.extern"])
-def test_explain_takes_a_step_for_its_job(site: Site, word: str) -> None:
+def test_explain_of_a_step_explains_its_job(site: Site, word: str) -> None:
     site.lease(7)
     assert site.run("explain", word).stdout.startswith("Job 7")
 
 
 @pytest.mark.parametrize("word", ["12_1", "12+1"])
-def test_explain_of_a_part_of_an_array_says_how_its_id_is_found(site: Site, word: str) -> None:
+def test_explain_of_an_array_task_prints_the_squeue_command_that_finds_its_job_id(
+    site: Site, word: str
+) -> None:
     done = site.run("explain", word)
     assert done.exit_code == ExitStatus.USAGE
     assert f"squeue -h -j {word} -o %A" in done.stderr
 
 
 @pytest.mark.parametrize("word", ["7.", "7.0;id", ".0", "12_", "_1", "12_1.0", "7.é", "1" * 11])
-def test_explain_of_what_is_no_job_is_refused(site: Site, word: str) -> None:
+def test_explain_of_an_invalid_job_id_is_a_usage_error(site: Site, word: str) -> None:
     assert site.run("explain", word).exit_code == ExitStatus.USAGE
 
 
-def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> None:
+def test_explain_of_a_job_without_events_exits_with_not_found_unless_the_job_has_a_lease(
+    site: Site,
+) -> None:
     done = site.run("explain", "7")
     assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert "asked for no image, ran elsewhere, never reached this node" in done.stderr
@@ -629,7 +639,7 @@ def test_explain_of_a_job_without_an_event_says_what_is_known(site: Site) -> Non
     assert "Problem: " in done.stdout
 
 
-def test_config_has_values_and_origins(site: Site) -> None:
+def test_config_command_prints_each_value_and_its_origin(site: Site) -> None:
     site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
     rows = {row["key"]: row for row in site.json("config")}
     assert rows["cache"] == {"key": "cache", "value": "/nvme/forestage", "origin": str(site.file)}

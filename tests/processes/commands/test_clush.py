@@ -63,7 +63,9 @@ def blocks(text: str) -> dict[str, str]:
     return dict(zip(heads, parts[1::2], strict=True))
 
 
-def test_status_of_many_nodes_is_one_line_for_all_that_say_the_same(nodes: dict[str, Site]) -> None:
+def test_clush_merges_the_oneline_status_of_nodes_with_the_same_state(
+    nodes: dict[str, Site],
+) -> None:
     done = clush("forestage status --oneline", "n[1-3]")
     shown = blocks(done.stdout)
     assert list(shown) == ["n[1-2]", "n3"], done
@@ -73,19 +75,23 @@ def test_status_of_many_nodes_is_one_line_for_all_that_say_the_same(nodes: dict[
     assert clush("forestage status --oneline", "n[1-2]").returncode == ExitStatus.OK
 
 
-def test_without_its_option_clush_ends_with_0_whatever_nodes_say(nodes: dict[str, Site]) -> None:
+def test_clush_without_its_exit_status_option_exits_0_though_a_node_is_unusable(
+    nodes: dict[str, Site],
+) -> None:
     done = clush("forestage status --oneline", "n[1-3]", "-bw")
     assert (done.returncode, "state=unusable" in done.stdout) == (0, True)
 
 
-def test_node_that_is_not_reached_is_named_and_the_others_are_shown(nodes: dict[str, Site]) -> None:
+def test_clush_names_an_unreachable_node_and_shows_the_other_nodes(nodes: dict[str, Site]) -> None:
     done = clush("forestage status --oneline", "n[1-2,9]")
     assert list(blocks(done.stdout)) == ["n[1-2]"]
     assert "n9: ssh: connect to host n9 port 22: No route to host" in done.stderr
     assert done.returncode == UNREACHED
 
 
-def test_reason_of_many_words_reaches_each_node_as_one(nodes: dict[str, Site]) -> None:
+def test_off_by_clush_passes_a_reason_of_several_words_as_one_argument(
+    nodes: dict[str, Site],
+) -> None:
     done = clush("forestage off", "n[1-2]")
     assert done.returncode == ExitStatus.OK, done
     for name in ("n1", "n2"):

@@ -21,7 +21,7 @@ def offered(site: Site, *words: str) -> list[str]:
     return [one.value for one in shell.get_completions(list(words[:-1]), words[-1])]
 
 
-def test_key_and_path_of_an_entry_are_offered(site: Site) -> None:
+def test_completion_offers_keys_and_paths_of_entries(site: Site) -> None:
     path = site.image("a.sqsh")
     key = site.publish(path)
     assert offered(site, "show", "") == [key[:12]]
@@ -30,12 +30,12 @@ def test_key_and_path_of_an_entry_are_offered(site: Site) -> None:
     assert offered(site, "pin", "zz") == offered(site, "ls", "/nowhere") == []
 
 
-def test_path_with_control_characters_is_not_offered(site: Site) -> None:
+def test_completion_offers_no_path_with_control_characters(site: Site) -> None:
     site.publish(site.image("a\x1b[31m.sqsh"))
     assert offered(site, "show", str(site.lustre) + "/") == []
 
 
-def test_jobs_with_leases_come_first_then_the_latest(site: Site) -> None:
+def test_completion_offers_jobs_with_leases_first_then_the_latest_jobs(site: Site) -> None:
     site.lease(41, EntryUse("k" * 32))
     hit = RequestOutcome("hit", key="k")
     append_events(
@@ -45,14 +45,14 @@ def test_jobs_with_leases_come_first_then_the_latest(site: Site) -> None:
     assert offered(site, "explain", "42") == ["42"]
 
 
-def test_node_that_cannot_be_read_offers_nothing(site: Site) -> None:
+def test_completion_offers_nothing_if_configuration_and_leases_cannot_be_read(site: Site) -> None:
     site.configure("nonsense: true\n")
     site.places.leases.parent.mkdir(parents=True, exist_ok=True)
     site.places.leases.touch()
     assert offered(site, "show", "") == offered(site, "explain", "") == []
 
 
-def test_bash_gets_words_and_no_message(tmp_path: Path) -> None:
+def test_bash_completion_prints_words_and_nothing_on_stderr(tmp_path: Path) -> None:
     """With the program itself, and whatever this machine has at the usual places."""
     environ = {
         "_FORESTAGE_COMPLETE": "bash_complete",

@@ -86,7 +86,7 @@ def test_resumed_bytes_count_as_copied_but_not_for_rate() -> None:
         one(copied=9 * MIB, phase="queued"),
     ],
 )
-def test_rate_is_none_before_bytes_move(copy: CopyUnderWay) -> None:
+def test_copy_without_measurable_progress_has_no_rate(copy: CopyUnderWay) -> None:
     assert (copy.rate, copy.left) == (None, None)
     assert copy.age >= 0
     assert "None" not in text(
@@ -110,7 +110,9 @@ def test_rate_is_none_before_bytes_move(copy: CopyUnderWay) -> None:
         ({"image": "/\x1b]0;gotcha\x07.sqsh"}, r"/\x1b]0;gotcha\x07.sqsh"),
     ],
 )
-def test_line_has_all_facts(changes: dict[str, object], expected: str) -> None:
+def test_watch_line_of_a_copy_has_percent_rate_jobs_and_peers(
+    changes: dict[str, object], expected: str
+) -> None:
     printed = line(**changes)
     assert expected in printed
     assert printed.count("\n") == 1
@@ -120,7 +122,7 @@ def test_line_has_all_facts(changes: dict[str, object], expected: str) -> None:
 # --- gathered from a real cache
 
 
-def test_part_without_held_lock_is_no_copy(site: Site) -> None:
+def test_status_lists_a_part_as_a_copy_under_way_only_while_its_lock_is_held(site: Site) -> None:
     path, dead = site.image("a.sqsh", b"x" * 3 * CHUNK), site.image("b.sqsh", b"y" * CHUNK)
     part, owner = site.part(path, phase="copying", began=0.0, job=5)
     site.part(dead)
@@ -141,7 +143,7 @@ def test_part_without_held_lock_is_no_copy(site: Site) -> None:
     assert site.json("status")["stopped"]["number"] == 2
 
 
-def test_queue_is_in_the_stagers_order(site: Site) -> None:
+def test_queued_copies_are_listed_in_the_order_of_their_requests(site: Site) -> None:
     since = {"k3": 30.0, "k1": 20.0, "k0": 10.0}
     facts = {"k0": {"phase": "copying", "began": 11.0}}
     keys = {}
@@ -161,7 +163,7 @@ def test_queue_is_in_the_stagers_order(site: Site) -> None:
     assert "queued 2" in printed
 
 
-def test_part_of_earlier_boot_is_no_copy_yet(site: Site) -> None:
+def test_part_of_an_earlier_boot_is_not_listed_as_a_copy_under_way(site: Site) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
     part.write_owner(msgspec.structs.replace(owner, boot="another"))
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
@@ -180,7 +182,7 @@ def test_copy_being_published_is_listed(site: Site) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"key": 1}'])
-def test_unreadable_part_is_left_out(site: Site, junk: bytes) -> None:
+def test_unreadable_part_is_not_listed_as_a_copy_under_way(site: Site, junk: bytes) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
     part.record.write_bytes(junk)
     (part.directory / "entry.json").write_bytes(junk)
@@ -191,14 +193,16 @@ def test_unreadable_part_is_left_out(site: Site, junk: bytes) -> None:
 # --- --watch
 
 
-def test_watch_in_pipe_without_copies_ends_at_once(site: Site) -> None:
+def test_status_watch_in_a_pipe_ends_at_once_if_no_copy_is_under_way(site: Site) -> None:
     assert site.run("status", "--watch").stdout.endswith("no copy is under way\n")
     done = site.run("status", "--watch", "--json")
     assert (done.exit_code, json.loads(done.stdout)) == (ExitStatus.OK, {"time": NOW, "copies": []})
     assert not site.node.cache.root.exists()
 
 
-def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_watch_in_a_pipe_ends_after_the_last_copy(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copies, "SNAPSHOT_INTERVAL", 0.01)
     several = iter([(one(),), (one(),), ()])
     monkeypatch.setattr(copies, "list_copies", lambda node: next(several))
@@ -207,7 +211,7 @@ def test_watch_in_pipe_ends_with_last_copy(site: Site, monkeypatch: pytest.Monke
     assert [len(json.loads(line)["copies"]) for line in lines] == [1, 1, 0]
 
 
-def test_watch_of_unusable_cache_fails(site: Site) -> None:
+def test_status_watch_of_an_unusable_cache_exits_with_cache_status(site: Site) -> None:
     site.publish(site.image("a.sqsh"))
     (site.node.cache.root / "format").write_text("99\n")
     assert site.run("status", "--watch").exit_code == ExitStatus.CACHE
@@ -226,7 +230,7 @@ def read(terminal: int) -> bytes:
 
 
 @pytest.mark.ci
-def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) -> None:
+def test_status_watch_at_a_terminal_exits_0_when_interrupted(site: Site, tmp_path: Path) -> None:
     path = site.image("a.sqsh", b"x" * 4 * CHUNK)
     part, owner = site.part(path, phase="copying", began=time.monotonic(), job=5)
     site.lease(41, EntryUse(owner.image.key))
@@ -260,7 +264,7 @@ def test_watch_at_terminal_ends_by_interrupt_with_0(site: Site, tmp_path: Path) 
 # --- a real stager
 
 
-def test_copy_without_waiting_job_is_shown_to_its_end(
+def test_status_watch_shows_a_copy_to_its_end_after_the_job_stopped_waiting(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"

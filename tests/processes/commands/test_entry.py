@@ -38,15 +38,15 @@ def run(module: str, handler: str = "signal.default_int_handler") -> tuple[int, 
 
 
 @pytest.mark.parametrize("module", ["forestage.commands.main", "click", "forestage.commands.world"])
-def test_command_that_is_interrupted_while_it_is_imported_ends_by_the_signal_and_says_nothing(
+def test_command_interrupted_while_it_is_imported_ends_by_sigint_and_prints_nothing(
     module: str,
 ) -> None:
     assert run(module) == (-signal.SIGINT, "")
 
 
-def test_command_that_is_interrupted_at_its_work_ends_with_its_own_status() -> None:
+def test_command_interrupted_while_it_runs_exits_with_interrupted_status() -> None:
     assert run("forestage.commands.show") == (ExitStatus.INTERRUPTED, "")
 
 
-def test_command_that_ignores_the_signal_goes_on() -> None:
+def test_command_that_ignores_sigint_is_not_ended_while_it_is_imported() -> None:
     assert run("click", "signal.SIG_IGN") == run("no.module")

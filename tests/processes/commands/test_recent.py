@@ -33,7 +33,7 @@ def start(result: str, ago: float, **facts: str) -> EventRecord:
     return EventRecord(time=NOW - ago, hook="step", job=7, outcome=outcome)
 
 
-def test_status_says_who_was_called_and_when(site: Site) -> None:
+def test_status_shows_the_last_prolog_and_epilog_with_time_and_job(site: Site) -> None:
     assert "neither Prolog nor Epilog since the node booted" in site.run("status").stdout
     mark(site, "prolog", 41, ago=180)
     mark(site, "epilog", 40, ago=5)
@@ -44,7 +44,7 @@ def test_status_says_who_was_called_and_when(site: Site) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a step manager is root's")
-def test_job_later_than_the_last_prolog_was_missed(site: Site) -> None:
+def test_running_job_newer_than_the_last_prolog_is_reported_as_missed(site: Site) -> None:
     mark(site, "prolog", 41)
     for job in (40, 41, 43):
         step(site, job)
@@ -57,7 +57,7 @@ def test_job_later_than_the_last_prolog_was_missed(site: Site) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a step manager is root's")
-def test_job_is_missed_though_the_numbers_came_round_and_one_from_before_is_not(
+def test_job_without_a_prolog_is_reported_as_missed_also_after_job_ids_wrapped_around(
     site: Site,
 ) -> None:
     """With MaxJobId passed, or slurmctld's state lost; the job of before still runs."""
@@ -94,7 +94,9 @@ def test_hit_ratio_and_last_failure_come_from_the_last_week(site: Site) -> None:
     assert "cache-not-ours (job 7): \\x1b[31m" in printed
 
 
-def test_only_the_end_of_a_long_log_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_starts_are_counted_from_the_end_of_a_long_event_log(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = [start("hit", 900 - number) for number in range(100)]
     append_events(site.places.events, events[:50])
     older: Path = site.places.events.with_name("events.jsonl.1")
@@ -109,7 +111,7 @@ def test_only_the_end_of_a_long_log_is_read(site: Site, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("text", ["", "x" * 50, "12\n13", "-3"])
-def test_mark_that_is_garbage_is_job_0(site: Site, text: str) -> None:
+def test_hook_mark_with_garbage_is_shown_as_job_0(site: Site, text: str) -> None:
     mark(site, "prolog", 41)
     site.places.called("prolog").write_text(text)
     assert site.json("status")["calls"]["prolog"]["job"] == 0
@@ -125,7 +127,7 @@ def test_mark_that_is_garbage_is_job_0(site: Site, text: str) -> None:
         (lambda site: site.node.cache.root.chmod(0o777), 5, "forestage state=unusable full=- "),
     ],
 )
-def test_oneline_is_one_line_that_begins_with_the_state(
+def test_status_oneline_prints_one_line_that_begins_with_the_state(
     site: Site, trouble: object, code: int, expected: str
 ) -> None:
     site.node.cache.prepare(False)
@@ -136,7 +138,7 @@ def test_oneline_is_one_line_that_begins_with_the_state(
     assert done.stdout.startswith(expected)
 
 
-def test_oneline_has_the_fields_that_the_page_lists(site: Site) -> None:
+def test_status_oneline_prints_the_documented_fields(site: Site) -> None:
     site.publish(site.image("a.sqsh"))
     words = [word.partition("=")[0] for word in site.run("status", "--oneline").stdout.split()]
     assert words == [
@@ -178,7 +180,7 @@ STEP = "slurmstepd: [43.{}]"
         (STEP.format("extern"), 600, 4000, ""),
     ],
 )
-def test_slurm_that_began_after_the_companion_was_loaded_last_runs_without_it(
+def test_status_reports_a_slurmd_or_step_that_began_without_loading_the_companion(
     site: Site, title: str, began: float, last: float, said: str
 ) -> None:
     loaded(site, last)
@@ -201,7 +203,7 @@ def test_slurm_that_began_after_the_companion_was_loaded_last_runs_without_it(
         ("spank", "", "no-companion"),
     ],
 )
-def test_companion_is_missed_only_where_steps_are_to_get_it(
+def test_status_reports_a_missing_companion_only_if_the_redirect_setting_needs_the_companion(
     site: Site, redirect: str, line: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -233,7 +235,7 @@ FAILED = {"reason": "io", "detail": "[Errno 5] Input/output error"}
         ([copy("failed", 3601, **FAILED)], "ok"),
     ],
 )
-def test_last_copy_that_failed_is_the_state_for_an_hour(
+def test_status_is_failing_for_an_hour_after_a_failed_copy(
     site: Site, events: list[EventRecord], state: str
 ) -> None:
     site.node.cache.prepare(False)
@@ -244,6 +246,6 @@ def test_last_copy_that_failed_is_the_state_for_an_hour(
         assert "(io): [Errno 5] Input/output error" in line
 
 
-def test_failure_has_its_age(site: Site) -> None:
+def test_status_oneline_prints_the_age_of_the_last_failure(site: Site) -> None:
     append_events(site.places.events, [start("failed", 2 * 3600 + 300, reason="io")])
     assert "failure=io@2h5m" in site.run("status", "--oneline").stdout

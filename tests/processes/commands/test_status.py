@@ -67,7 +67,7 @@ FULL = NodeStatus(
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_status_fits_width_and_cuts_no_path(width: int) -> None:
+def test_status_output_fits_the_terminal_width_and_keeps_all_values(width: int) -> None:
     out = io.StringIO()
     draw_blocks(
         format_output(FULL, NOW), Console(file=out, width=width, markup=False, highlight=False)
@@ -89,7 +89,7 @@ def test_status_fits_width_and_cuts_no_path(width: int) -> None:
         assert word in out.getvalue()
 
 
-def test_what_features_add_to_the_document_comes_where_they_say() -> None:
+def test_status_fields_of_features_follow_the_field_that_the_feature_names() -> None:
     parts = (
         StatusPart({"a": 1, "b": 2}, after="cache"),
         StatusPart({"c": 3}, after="nowhere"),
@@ -103,7 +103,7 @@ def test_what_features_add_to_the_document_comes_where_they_say() -> None:
     assert (found.find_field("d"), found.find_field("e")) == (4, None)
 
 
-def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
+def test_status_prints_the_rows_and_json_fields_of_a_made_up_feature(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_status(facts: StatusFacts) -> StatusPart:
@@ -120,7 +120,7 @@ def test_made_up_feature_is_in_what_is_printed_and_in_the_document(
     assert names[names.index("copies") + 1] == "helpers"
 
 
-def test_status_without_any_feature_has_the_cores_own(
+def test_status_without_features_has_only_the_fields_of_the_core(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "FEATURES", ())
@@ -128,7 +128,7 @@ def test_status_without_any_feature_has_the_cores_own(
     assert {*site.json("status")} == {*NodeStatus.__struct_fields__} - {"parts"}
 
 
-def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
+def test_live_copy_counts_as_used_space_and_as_a_copy_in_status(site: Site) -> None:
     _, owner = site.part(site.image("a.sqsh", b"x" * 4 * CHUNK), phase="copying")
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
         found = status.read_node_status(site.node)
@@ -139,7 +139,7 @@ def test_live_stager_counts_as_used_room_and_copy(site: Site) -> None:
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "killed"])
-def test_lease_on_a_copy_names_its_image(site: Site, is_live: bool) -> None:
+def test_status_names_the_image_of_a_lease_on_an_unfinished_copy(site: Site, is_live: bool) -> None:
     path = site.image("a.sqsh", b"x" * CHUNK)
     _, owner = site.part(path, phase="copying")
     site.lease(7, EntryUse(owner.image.key))
@@ -158,14 +158,16 @@ def test_lease_on_a_copy_names_its_image(site: Site, is_live: bool) -> None:
         (lambda site: site.node.cache.prepare(False), "No copy is under way."),
     ],
 )
-def test_empty_node_is_healthy(site: Site, change: Callable[[Site], None], expected: str) -> None:
+def test_status_of_a_node_without_entries_exits_0(
+    site: Site, change: Callable[[Site], None], expected: str
+) -> None:
     change(site)
     done = site.run("status")
     assert done.exit_code == 0
     assert expected in done.stdout
 
 
-def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
+def test_status_on_a_host_without_jobs_advises_to_query_a_node_by_srun(site: Site) -> None:
     """A login node has the package and the same configuration, and a cache that nobody uses."""
     asks = "srun -w NODE forestage status"
     assert asks in site.run("status").output
@@ -178,7 +180,7 @@ def test_host_that_runs_no_jobs_says_whom_to_ask(site: Site) -> None:
     assert asks not in site.run("status").output
 
 
-def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site) -> None:
+def test_status_shows_a_disk_doubt_with_its_time_and_kernel_message(site: Site) -> None:
     assert "disk errors" not in site.run("status").output
     assert site.json("status")["doubt"] is None
     disk_errors.start_doubt(site.places, site.world.clock, "I/O error, dev nvme0n1, sector 8")
@@ -197,7 +199,7 @@ def test_disk_that_lost_data_is_shown_with_the_time_and_what_was_seen(site: Site
         ("bind", True, "no"),
     ],
 )
-def test_lease_says_where_the_copy_is_shown(
+def test_status_shows_for_a_lease_whether_steps_see_the_copy(
     site: Site, redirect: str, companion: bool, word: str
 ) -> None:
     site.configure(f"redirect: {redirect}\n")
@@ -209,7 +211,7 @@ def test_lease_says_where_the_copy_is_shown(
     assert word in row
 
 
-def test_switched_off_staging_is_shown_with_its_remedy(site: Site) -> None:
+def test_status_shows_why_staging_is_off_and_how_to_switch_staging_on(site: Site) -> None:
     assert "switched off" not in site.run("status").output
     site.configure("enabled: false\n")
     done = site.run("status")

@@ -139,7 +139,7 @@ def watch(site: Site) -> list[bool]:
 # --- leases
 
 
-def test_one_doubtful_answer_keeps_every_lease(site: Site) -> None:
+def test_sweep_keeps_every_lease_if_one_answer_of_slurm_is_unclear(site: Site) -> None:
     """Of a slurmctld that answers only some questions, no answer counts."""
     for job in (7, 8, 9):
         hold(site, job)
@@ -149,7 +149,7 @@ def test_one_doubtful_answer_keeps_every_lease(site: Site) -> None:
     assert jobs(site) == (7, 8, 9)
 
 
-def test_slurm_of_another_cluster_releases_nothing(site: Site) -> None:
+def test_sweep_releases_no_lease_if_slurm_does_not_know_this_node(site: Site) -> None:
     """It knows none of our jobs."""
     hold(site, 7)
     done = swept(site, slurm({7: None}, nodes=("x1", "x2")))
@@ -157,7 +157,7 @@ def test_slurm_of_another_cluster_releases_nothing(site: Site) -> None:
     assert jobs(site) == (7,)
 
 
-def test_job_with_step_on_this_node_is_not_asked_about(site: Site) -> None:
+def test_sweep_keeps_the_lease_of_a_job_with_a_step_manager_on_this_node(site: Site) -> None:
     """slurmctld may have given the node up, and the job's processes run on."""
     hold(site, 7)
     asked = slurm({7: JobState("NODE_FAIL", "n1")}, working=[7])
@@ -166,7 +166,7 @@ def test_job_with_step_on_this_node_is_not_asked_about(site: Site) -> None:
     assert jobs(site) == (7,)
 
 
-def test_node_without_leases_asks_slurm_nothing_and_writes_no_event(site: Site) -> None:
+def test_sweep_without_leases_does_not_query_slurm_and_writes_no_event(site: Site) -> None:
     asked = slurm()
     assert swept(site, asked) == SweepReport(False)
     assert asked.questions == []
@@ -174,7 +174,7 @@ def test_node_without_leases_asks_slurm_nothing_and_writes_no_event(site: Site) 
 
 
 @pytest.mark.parametrize("touch", ["again", "confirm", "new"])
-def test_lease_taken_while_slurm_answers_is_kept(site: Site, touch: str) -> None:
+def test_sweep_keeps_a_lease_that_was_renewed_while_slurm_answers(site: Site, touch: str) -> None:
     """The job of this number was requeued, and begins here at this very moment."""
     lease = hold(site, 7)
 
@@ -194,7 +194,7 @@ def test_lease_taken_while_slurm_answers_is_kept(site: Site, touch: str) -> None
     assert jobs(site) == ((8,) if touch == "new" else (7,))
 
 
-def test_job_requeued_to_other_nodes_loses_its_lease_here(site: Site) -> None:
+def test_sweep_releases_the_lease_of_a_job_requeued_to_other_nodes(site: Site) -> None:
     hold(site, 7, node="n1")
     hold(site, 8, node="")
     elsewhere = JobState("RUNNING", "n[2-3]")
@@ -223,7 +223,7 @@ def test_lease_of_missing_cache_is_released_and_no_cache_created(site: Site) -> 
     assert not site.node.cache.root.exists()
 
 
-def test_unfinished_lease_file_is_deleted(site: Site) -> None:
+def test_sweep_deletes_an_unfinished_lease_file(site: Site) -> None:
     hold(site, 7)
     site.node.cache.prepare(False)
     directory = site.node.leases.directory
@@ -232,7 +232,7 @@ def test_unfinished_lease_file_is_deleted(site: Site) -> None:
     assert [file.name for file in directory.iterdir()] == ["7.json"]
 
 
-def test_file_of_a_hook_that_was_killed_making_the_cache_is_deleted_after_an_hour(
+def test_sweep_deletes_the_temporary_file_of_a_killed_cache_creation_after_an_hour(
     site: Site,
 ) -> None:
     site.node.cache.prepare(False)
@@ -247,7 +247,7 @@ def test_file_of_a_hook_that_was_killed_making_the_cache_is_deleted_after_an_hou
     assert set(site.node.cache.root.iterdir()) - here == {young}
 
 
-def test_lease_behind_busy_lock_is_a_problem_and_others_are_released(
+def test_sweep_reports_a_lease_behind_a_busy_space_lock_and_releases_the_other_leases(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(site, 7)
@@ -262,7 +262,7 @@ def test_lease_behind_busy_lock_is_a_problem_and_others_are_released(
     assert jobs(site) == (8,)
 
 
-def test_lock_is_free_between_two_releases(site: Site) -> None:
+def test_sweep_frees_the_space_lock_between_two_releases(site: Site) -> None:
     """It looks every 20 ms, and a sweep that never paused would hold the lock whenever it does."""
     paused = watch(site)
     for job in (7, 8, 9):
@@ -277,7 +277,7 @@ def test_lock_is_free_between_two_releases(site: Site) -> None:
 @pytest.mark.parametrize(
     "error", [Failed("program", "setpriv is not installed"), OSError(12, "Cannot allocate memory")]
 )
-def test_question_that_cannot_be_asked_is_doubt(
+def test_sweep_keeps_leases_if_slurm_cannot_be_queried(
     site: Site, bound: list[RedirectBind], error: Exception
 ) -> None:
     def raises() -> None:
@@ -293,7 +293,7 @@ def test_question_that_cannot_be_asked_is_doubt(
 # --- redirects
 
 
-def test_stray_redirect_is_reached_as_entrys_owner(
+def test_sweep_unmounts_a_stray_redirect_as_the_entrys_owner(
     site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch, as_root: None
 ) -> None:
     """Where root is squashed, nobody else may be able to walk there."""
@@ -315,7 +315,7 @@ def test_stray_redirect_is_reached_as_entrys_owner(
     assert asked == [4242]
 
 
-def test_lease_goes_though_its_path_hangs(
+def test_sweep_releases_a_lease_though_its_redirects_path_hangs(
     site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs(going: list[ClaimedBind], whose: object, total: float = 0) -> None:
@@ -342,7 +342,7 @@ def part(site: Site, name: str, boot: str = "", age: float = 0.0) -> str:
     return owner.image.key
 
 
-def test_parts_of_earlier_boot_and_abandoned_ones_are_deleted(site: Site) -> None:
+def test_sweep_deletes_parts_of_an_earlier_boot_and_abandoned_parts(site: Site) -> None:
     old = part(site, "a", boot=ANOTHER_BOOT)
     abandoned = part(site, "b", age=ABANDONED_AFTER + 60)
     resumable = part(site, "c", age=ABANDONED_AFTER - 60)
@@ -380,7 +380,7 @@ def test_entry_that_lost_bytes_in_crash_is_evicted_even_if_leased(site: Site) ->
     assert site.keys() == {good}
 
 
-def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -> None:
+def test_sweep_verifies_only_entries_of_an_earlier_boot_and_only_once(site: Site) -> None:
     new = site.publish(site.image("new.sqsh", b"squashfs" * CHUNK))
     assert (site.node.cache.entry_dir(new) / "boot").read_text() == boot_id()
     spoil(site, new)
@@ -393,7 +393,7 @@ def test_only_what_an_earlier_boot_wrote_is_verified_and_only_once(site: Site) -
     assert swept(site).verified == ()
 
 
-def test_sweep_names_an_image_whose_first_reads_are_known(site: Site) -> None:
+def test_sweep_adds_an_entry_with_a_hot_map_to_the_hot_index(site: Site) -> None:
     cache = site.node.cache
     key = site.publish(site.image("a.sqsh"))
     (cache.entry_dir(key) / "hot").write_bytes(b"[0]")  # of an image that has no name
@@ -424,7 +424,7 @@ def copies_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "open_copy", refuse)
 
 
-def test_copy_on_which_its_owner_has_a_lease_is_kept_as_unverifiable(
+def test_entry_under_a_file_lease_of_its_owner_is_kept_as_unverifiable(
     site: Site, copies_leased: None
 ) -> None:
     key = from_earlier_boot(site)
@@ -434,7 +434,7 @@ def test_copy_on_which_its_owner_has_a_lease_is_kept_as_unverifiable(
     assert (site.node.cache.entry_dir(key) / "boot").read_text() == ANOTHER_BOOT
 
 
-def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
+def test_entry_replaced_while_the_old_bytes_are_verified_is_not_marked_as_verified(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note lies beside the bytes that were read, not beside whatever has their name."""
@@ -454,7 +454,7 @@ def test_entry_copied_anew_meanwhile_is_not_noted_as_proven(
     assert (site.places.root / "old/boot").read_bytes() == PROVEN
 
 
-def test_entry_that_cannot_be_noted_is_not_verified(
+def test_entry_is_not_verified_if_the_result_cannot_be_stored(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk gone read-only, each sweep would read the whole cache."""
@@ -487,7 +487,7 @@ def calling_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], 
     return put
 
 
-def test_entry_evicted_before_its_turn_is_no_problem(
+def test_entry_evicted_before_the_sweep_verifies_it_is_no_problem(
     site: Site, calling_first: Callable[[Callable[[str], None]], None]
 ) -> None:
     keys = {from_earlier_boot(site, "a.sqsh"), from_earlier_boot(site, "b.sqsh")}
@@ -510,7 +510,7 @@ def read_before(site: Site, key: str, seconds: float) -> None:
     os.utime(site.node.cache.entry_dir(key) / "boot", (NOW - seconds, NOW - seconds))
 
 
-def test_each_entry_is_read_again_now_and_then_slowly_and_the_oldest_first(
+def test_sweep_verifies_entries_again_each_week_at_a_bounded_rate_oldest_first(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = []
@@ -536,7 +536,7 @@ def doubted(site: Site) -> bool:
     return bool(disk_errors.read_state(site.places).since)
 
 
-def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
+def test_disk_doubt_ends_after_the_sweep_has_verified_every_entry(site: Site) -> None:
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     spoil(site, keys[0])
     disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
@@ -549,7 +549,7 @@ def test_doubt_ends_once_every_entry_was_read(site: Site) -> None:
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
-def test_doubt_ends_once_every_entry_was_read_whatever_the_clock_does(
+def test_disk_doubt_ends_after_every_entry_was_verified_though_the_clock_was_set(
     site: Site, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     """Set before the error, an entry seems read since; set after it, read before, for 40 days."""
@@ -566,7 +566,7 @@ def test_doubt_ends_once_every_entry_was_read_whatever_the_clock_does(
 
 
 @pytest.mark.parametrize("step", [-3600.0, -40 * 86400.0])
-def test_use_of_before_the_clock_was_set_back_keeps_no_later_one_away(
+def test_entry_used_before_the_clock_was_set_back_counts_as_older_than_a_later_use(
     site: Site, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     early, late = (site.publish(site.image(f"{name}.sqsh")) for name in "ab")
@@ -590,14 +590,14 @@ def test_sweep_corrects_the_sum_of_the_entries(site: Site) -> None:
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, 40 * 86400.0])
-def test_entry_that_was_read_by_a_clock_far_away_is_read_again(site: Site, step: float) -> None:
+def test_entry_verified_under_a_wrong_clock_is_verified_again(site: Site, step: float) -> None:
     key = site.publish(site.image("a.sqsh", b"squashfs" * CHUNK))
     read_before(site, key, step)
     assert [one.key for one in swept(site).verified] == [key]
     assert swept(site).verified == ()
 
 
-def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
+def test_entry_under_a_file_lease_of_its_owner_is_evicted_during_a_disk_doubt(
     site: Site, copies_leased: None
 ) -> None:
     """It would keep the doubt, and hits away, for ever."""
@@ -608,7 +608,7 @@ def test_entry_that_cannot_be_proven_goes_while_there_is_doubt(
     assert not doubted(site)
 
 
-def test_entry_whose_build_took_no_checksums_goes_while_there_is_doubt(site: Site) -> None:
+def test_entry_without_checksums_is_evicted_during_a_disk_doubt(site: Site) -> None:
     site.forget_checksums(site.publish(site.image("a.sqsh", b"squashfs" * CHUNK)))
     assert [one.result for one in swept(site).verified] == []
     disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
@@ -617,7 +617,7 @@ def test_entry_whose_build_took_no_checksums_goes_while_there_is_doubt(site: Sit
     assert not doubted(site)
 
 
-def test_doubt_stays_while_an_entry_cannot_be_read(
+def test_disk_doubt_stays_while_an_entry_cannot_be_verified(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(site.image("a.sqsh"))
@@ -630,7 +630,7 @@ def test_doubt_stays_while_an_entry_cannot_be_read(
     assert not doubted(site)
 
 
-def test_dry_run_leaves_the_doubt(site: Site) -> None:
+def test_sweep_dry_run_does_not_end_a_disk_doubt(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     disk_errors.start_doubt(site.places, site.world.clock, "a bad block")
     assert swept(site, dry_run=True).unproven == (key,)
@@ -646,7 +646,7 @@ SWEEP = tuple(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_feature_that_raises_stops_no_other_one_nor_the_sweep_itself(
+def test_exception_in_a_feature_stops_neither_other_features_nor_the_sweep(
     site: Site, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     raising, quiet, called = calls_of(SWEEP, error)
@@ -665,7 +665,9 @@ def test_feature_that_raises_stops_no_other_one_nor_the_sweep_itself(
     assert [one.job for one in events.read(site.places.events)] == [7]
 
 
-def test_interrupt_of_a_feature_ends_the_sweep(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_in_a_feature_ends_the_sweep(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raising, quiet, called = calls_of(SWEEP, KeyboardInterrupt)
     around_all(monkeypatch, raising, quiet)
     with pytest.raises(KeyboardInterrupt):
@@ -701,7 +703,7 @@ def everything(site: Site) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_store_of_images_is_collected_in(
+def test_sweep_reports_images_deleted_from_a_store_and_a_dry_run_deletes_none(
     site: Site, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
     done = CollectionResult("alice", ("a", "b"), 3 << 20, 1, "")
@@ -712,7 +714,7 @@ def test_store_of_images_is_collected_in(
     assert (line in sweep.format_output(found)) != dry_run
 
 
-def test_store_that_hangs_is_a_problem_and_no_end(
+def test_image_store_that_hangs_is_a_problem_and_does_not_end_the_sweep(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs(*_: object) -> list[CollectionResult]:
@@ -722,7 +724,7 @@ def test_store_that_hangs_is_a_problem_and_no_end(
     assert "no answer" in swept(site).problems[-1]
 
 
-def test_dry_run_reports_everything_and_changes_nothing(
+def test_sweep_dry_run_reports_everything_and_changes_nothing(
     site: Site, bound: list[RedirectBind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = from_earlier_boot(site)
@@ -748,7 +750,7 @@ def test_dry_run_reports_everything_and_changes_nothing(
 # --- what is on record
 
 
-def test_leftovers_and_entries_can_be_swept_apart(site: Site) -> None:
+def test_sweep_of_leftovers_and_sweep_of_entries_run_separately(site: Site) -> None:
     old = from_earlier_boot(site, "a.sqsh")
     hold(site, 7)
     asked = slurm({7: None})
@@ -767,12 +769,12 @@ def test_leftovers_and_entries_can_be_swept_apart(site: Site) -> None:
     assert [one.key for one in only("entries").verified] == [again]
 
 
-def test_sweep_that_did_nothing_is_quiet(site: Site, squeue: Callable[[str], None]) -> None:
+def test_quiet_sweep_without_work_prints_nothing(site: Site, squeue: Callable[[str], None]) -> None:
     assert "0 leases released" in site.run("sweep").stdout
     assert site.run("sweep", "--quiet").output == ""
 
 
-def test_sweep_leaves_when_it_ran_for_the_alert_and_the_metrics(site: Site) -> None:
+def test_sweep_writes_the_time_of_its_last_run(site: Site) -> None:
     mark = site.places.called("sweep")
     assert not mark.exists()
     swept(site)
@@ -792,7 +794,9 @@ def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     assert "released the job's lease: the job is NODE_FAIL" in printed
 
 
-def test_strays_and_bad_entries_are_events_of_job_0(site: Site, bound: list[RedirectBind]) -> None:
+def test_stray_redirects_and_bad_entries_are_events_of_job_0(
+    site: Site, bound: list[RedirectBind]
+) -> None:
     key = from_earlier_boot(site)
     spoil(site, key)
     bound.append(bind("/lustre/stray"))
@@ -820,7 +824,9 @@ def squeue(programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Ca
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
-def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None]) -> None:
+def test_sweep_command_prints_the_released_leases(
+    site: Site, squeue: Callable[[str], None]
+) -> None:
     squeue(UNKNOWN)
     hold(site, 7)
     done = site.run("sweep", "--dry-run")
@@ -842,7 +848,7 @@ def test_command_prints_released_leases(site: Site, squeue: Callable[[str], None
         (UNKNOWN, "open cache", ExitStatus.FAILED, "Problem: "),
     ],
 )
-def test_command_exit_status_is_of_the_worst(
+def test_sweep_command_exits_with_the_status_of_the_worst_problem(
     site: Site,
     squeue: Callable[[str], None],
     script: str,
@@ -867,7 +873,7 @@ def test_command_exit_status_is_of_the_worst(
 @pytest.mark.parametrize(
     ("script", "code"), [(UNKNOWN, ExitStatus.UNMOUNTED), ("exit 1", ExitStatus.SLURM)]
 )
-def test_disk_that_is_not_mounted_yet_is_no_failure_of_the_sweep(
+def test_sweep_releases_leases_and_reports_no_problem_if_the_disk_is_not_mounted(
     site: Site,
     squeue: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,

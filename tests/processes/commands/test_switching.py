@@ -10,7 +10,7 @@ from commands import NOW, Site
 from forestage.commands.world import ExitStatus
 
 
-def test_off_says_which_file_it_wrote_and_status_why(site: Site) -> None:
+def test_off_prints_the_file_it_wrote_and_status_prints_the_reason(site: Site) -> None:
     done = site.run("off", "INC-42: wrong bytes?")
     assert done.exit_code == ExitStatus.OK
     assert f"{site.places.kept_off}: INC-42: wrong bytes?" in done.output
@@ -18,7 +18,7 @@ def test_off_says_which_file_it_wrote_and_status_why(site: Site) -> None:
     assert "INC-42: wrong bytes? (`forestage on` switches it on)" in site.run("status").output
 
 
-def test_off_for_a_time_ends_by_itself(site: Site) -> None:
+def test_off_with_until_ends_after_that_time(site: Site) -> None:
     found = site.json("off", "INC-42", "--until", "6h")
     assert site.places.kept_off.read_text().startswith(f"until {int(NOW) + 6 * 3600}\n")
     assert (found["off"], found["kept"]) == (True, True)
@@ -27,13 +27,15 @@ def test_off_for_a_time_ends_by_itself(site: Site) -> None:
 
 
 @pytest.mark.parametrize("until", ["soon", "0", "-1h"])
-def test_off_for_no_time_is_refused_and_changes_nothing(site: Site, until: str) -> None:
+def test_off_with_an_invalid_duration_is_a_usage_error_and_writes_no_file(
+    site: Site, until: str
+) -> None:
     done = site.run("off", "--until", until)
     assert (done.exit_code, site.places.kept_off.exists()) == (ExitStatus.USAGE, False)
     assert "6h" in done.output or "duration" in done.output
 
 
-def test_off_works_where_the_configuration_is_broken(site: Site) -> None:
+def test_off_writes_its_file_though_the_configuration_is_broken(site: Site) -> None:
     site.configure("nonsense: [")
     assert site.run("off").exit_code == ExitStatus.OK
     assert site.places.kept_off.read_text() == "forestage off\n"
@@ -42,7 +44,7 @@ def test_off_works_where_the_configuration_is_broken(site: Site) -> None:
     assert "stays switched off: the configuration cannot be used" in done.output
 
 
-def test_on_removes_an_upgrades_file_as_well_and_names_it(site: Site) -> None:
+def test_on_also_removes_the_file_of_an_upgrade_and_names_both_files(site: Site) -> None:
     site.places.disabled.parent.mkdir(parents=True)
     site.places.disabled.write_text("forestage is being upgraded\n")
     site.run("off", "INC-42")
@@ -62,7 +64,9 @@ def test_on_removes_an_upgrades_file_as_well_and_names_it(site: Site) -> None:
         ("partitions: {debug: {enabled: false}}\n", "`enabled: false` for 1 partition: debug"),
     ],
 )
-def test_on_names_what_else_keeps_it_off(site: Site, config: str, why: str) -> None:
+def test_on_names_the_setting_that_still_keeps_staging_off(
+    site: Site, config: str, why: str
+) -> None:
     site.configure(config)
     site.run("off")
     expected = f"Staging stays switched off: {why.format(etc=site.places.etc)}\n"
@@ -70,7 +74,7 @@ def test_on_names_what_else_keeps_it_off(site: Site, config: str, why: str) -> N
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_off_without_root_says_so(site: Site) -> None:
+def test_off_without_root_exits_with_permission_status(site: Site) -> None:
     site.places.etc.chmod(0o500)
     site.places.root.chmod(0o500)
     assert site.run("off").exit_code == ExitStatus.PERMISSION

@@ -83,14 +83,14 @@ def tending(tmp_path: Path) -> Tending:
     return Tending(tmp_path)
 
 
-def test_node_on_which_nothing_is_to_be_done_is_tended_in_silence(tending: Tending) -> None:
+def test_tend_runs_its_parts_and_prints_nothing_on_a_node_without_work(tending: Tending) -> None:
     """Here is no node exporter, and no cache yet."""
     assert tending.run() == (0, "")
     assert tending.site.places.called("sweep").exists()
     assert tending.ran() == ["metrics", "proofs", "room", "sweep"]
 
 
-def test_prefetch_host_without_a_cache_reads_the_queue_and_says_nothing_else(
+def test_tend_on_a_prefetch_host_without_a_cache_runs_only_prefetch(
     tending: Tending,
 ) -> None:
     name = read_own_node_name({})
@@ -103,12 +103,16 @@ def test_prefetch_host_without_a_cache_reads_the_queue_and_says_nothing_else(
     assert tending.ran() == ["prefetch"]
 
 
-def test_cache_whose_disk_is_not_mounted_is_left_out_in_silence(tending: Tending) -> None:
+def test_tend_exits_0_and_prints_nothing_if_the_caches_disk_is_not_mounted(
+    tending: Tending,
+) -> None:
     tending.site.file.write_text("cache: /nvme/forestage\nrequire_mount: true\n")
     assert tending.run() == (0, "")
 
 
-def test_wrong_configuration_is_said_once_and_in_the_exit_status(tending: Tending) -> None:
+def test_tend_reports_a_wrong_configuration_once_and_exits_with_config_status(
+    tending: Tending,
+) -> None:
     tending.site.file.write_text("nonsense: 1\n")
     exported = tending.site.places.root / "var/lib/prometheus/node-exporter/forestage.prom"
     exported.parent.mkdir(parents=True)
@@ -118,7 +122,7 @@ def test_wrong_configuration_is_said_once_and_in_the_exit_status(tending: Tendin
     assert "forestage_configuration_usable 0" in exported.read_text() or exported.exists()
 
 
-def test_tend_that_systemd_ends_takes_the_part_along_that_it_waits_for(tending: Tending) -> None:
+def test_tend_terminated_by_systemd_ends_the_part_that_is_running(tending: Tending) -> None:
     process, asked = tending.begin_beside_silent_slurm()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate()
@@ -127,7 +131,7 @@ def test_tend_that_systemd_ends_takes_the_part_along_that_it_waits_for(tending: 
     assert said == ""
 
 
-def test_tend_that_is_killed_takes_the_part_along_that_it_waits_for(tending: Tending) -> None:
+def test_tend_that_is_killed_ends_the_part_that_is_running(tending: Tending) -> None:
     """Else nothing would end it, and its lock would have the part left out for ever."""
     process, asked = tending.begin_beside_silent_slurm()
     process.kill()
@@ -137,7 +141,7 @@ def test_tend_that_is_killed_takes_the_part_along_that_it_waits_for(tending: Ten
     until(lambda: lock.is_free(file), "the part to be gone")
 
 
-def test_parts_that_may_take_long_alone_are_nice_and_have_idle_io(
+def test_tend_runs_only_its_long_parts_with_nice_and_idle_io(
     tending: Tending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So has what they start, as a copy that `prefetch` begins."""

@@ -73,7 +73,7 @@ def kept(site: Site, key: str) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, CHUNK, CHUNK + 1, 2 * CHUNK, len(DATA)])
-def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
+def test_verify_finds_an_entry_ok_only_if_its_bytes_equal_its_source(site: Site, size: int) -> None:
     key = site.publish(site.image("a.sqsh", DATA[:size]))
     found = one(site)
     assert (found["result"], found["against"]) == ("ok", "source")
@@ -83,7 +83,7 @@ def test_entry_like_its_source_is_ok(site: Site, size: int) -> None:
     assert (found["result"], found["chunks"]) == ("bad", [(size - 1) // CHUNK])
 
 
-def test_directory_is_compared_with_its_checksums_as_its_source_is_not_asked(site: Site) -> None:
+def test_verify_compares_the_entry_of_a_directory_with_its_checksums(site: Site) -> None:
     key = site.publish(site.image("a.sqsh", DATA))
     record = site.node.cache.entry_dir(key) / "entry.json"
     entry = json.loads(record.read_bytes())
@@ -96,7 +96,7 @@ def test_directory_is_compared_with_its_checksums_as_its_source_is_not_asked(sit
     assert one(site, code=ExitStatus.BAD)["against"] == "digests"
 
 
-def test_wrong_bit_is_located_and_entry_evicted(site: Site, source: Path) -> None:
+def test_verify_locates_a_wrong_bit_and_evicts_the_entry(site: Site, source: Path) -> None:
     key = site.publish(source)
     good = site.publish(site.image("b.sqsh", DATA))
     spoil(site, key)
@@ -128,7 +128,7 @@ def test_bad_entry_is_evicted_even_if_leased_and_pinned(site: Site, source: Path
     assert site.node.leases.read(7) is not None
 
 
-def test_bad_entry_is_news_to_log_events_status_and_metrics(
+def test_bad_entry_is_reported_in_log_event_status_and_metrics(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -173,7 +173,7 @@ def test_bad_entry_is_news_to_log_events_status_and_metrics(
         (lambda path: (path.unlink(), path.mkdir()), "its source was changed"),
     ],
 )
-def test_changed_source_makes_checksums_count(
+def test_verify_uses_checksums_if_the_source_is_changed_or_gone(
     site: Site, source: Path, change: Callable[[Path], None], why: str
 ) -> None:
     key = site.publish(source)
@@ -187,7 +187,9 @@ def test_changed_source_makes_checksums_count(
     assert not kept(site, key)
 
 
-def test_entry_whose_build_took_no_checksums_is_not_called_bad(site: Site, source: Path) -> None:
+def test_entry_without_checksums_and_source_is_unverifiable_and_kept(
+    site: Site, source: Path
+) -> None:
     key = site.publish(source)
     site.forget_checksums(key)
     assert one(site)["result"] == "ok"  # by its source
@@ -199,7 +201,7 @@ def test_entry_whose_build_took_no_checksums_is_not_called_bad(site: Site, sourc
 
 
 @pytest.mark.parametrize("damage", ["spoiled", "short", "gone"])
-def test_damaged_checksums_make_entry_bad_only_without_source(
+def test_damaged_checksums_make_an_entry_bad_only_if_its_source_is_gone(
     site: Site, source: Path, damage: str
 ) -> None:
     key = site.publish(source)
@@ -218,7 +220,7 @@ def test_damaged_checksums_make_entry_bad_only_without_source(
 
 
 @pytest.mark.parametrize("how", ["written", "truncated"])
-def test_source_changed_meanwhile_condemns_no_entry(
+def test_source_changed_during_verify_does_not_make_an_entry_bad(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     key = site.publish(source)
@@ -249,7 +251,7 @@ def test_source_changed_meanwhile_condemns_no_entry(
         (lambda copy: os.chown(copy, -1, 65533), "gid is 65533"),
     ],
 )
-def test_wrong_rights_make_entry_bad(
+def test_entry_with_wrong_mode_or_owner_is_bad(
     as_root: None, site: Site, source: Path, change: Callable[[Path], None], what: str
 ) -> None:
     source.chmod(0o644)
@@ -263,7 +265,7 @@ def raw_acl(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
-def test_acl_equal_to_mode_is_no_difference(site: Site, source: Path) -> None:
+def test_acl_that_equals_the_mode_is_no_attribute_error(site: Site, source: Path) -> None:
     source.chmod(0o644)
     entry = site.node.cache.read(site.publish(source))
     assert entry is not None
@@ -310,7 +312,7 @@ def test_unreadable_copy_is_bad(site: Site, source: Path, monkeypatch: pytest.Mo
     assert "the copy cannot be read: Input/output error" in found["detail"]
 
 
-def test_dead_thread_is_a_failure(
+def test_exception_in_a_verify_thread_exits_with_failed_status(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(source)
@@ -319,7 +321,9 @@ def test_dead_thread_is_a_failure(
     assert site.run("verify", "--all").exit_code == ExitStatus.FAILED
 
 
-def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_allocates_one_piece_buffer_per_thread(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
     made = []
     real = reading.allocate_piece_buffer
@@ -333,7 +337,7 @@ def test_memory_is_one_piece_per_thread(site: Site, monkeypatch: pytest.MonkeyPa
     assert made == [CHUNK] * 3
 
 
-def test_unreadable_source_makes_checksums_count(
+def test_verify_uses_checksums_if_the_source_cannot_be_read(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -350,7 +354,7 @@ def test_unreadable_source_makes_checksums_count(
 # --- while others go on
 
 
-def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
+def test_entry_copied_anew_while_the_old_bytes_are_verified_is_not_evicted(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -369,7 +373,7 @@ def test_new_copy_of_same_image_is_not_evicted_for_old_faults(
     assert kept(site, key)
 
 
-def test_entry_evicted_meanwhile_is_no_fault(
+def test_entry_evicted_while_it_is_verified_is_not_bad(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -383,7 +387,7 @@ def test_entry_evicted_meanwhile_is_no_fault(
     assert one(site)["detail"] == "it was evicted just now"
 
 
-def test_busy_lock_keeps_bad_entry_and_is_reported(
+def test_bad_entry_stays_while_the_space_lock_is_busy_and_the_lock_is_reported(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -397,11 +401,13 @@ def test_busy_lock_keeps_bad_entry_and_is_reported(
 
 
 @pytest.mark.parametrize("args", [[], ["--all", "abcd"]])
-def test_command_without_or_with_two_choices_is_a_usage_error(site: Site, args: list[str]) -> None:
+def test_verify_without_a_key_or_with_all_and_a_key_is_a_usage_error(
+    site: Site, args: list[str]
+) -> None:
     assert site.run("verify", *args).exit_code == ExitStatus.USAGE
 
 
-def test_empty_cache_is_healthy(site: Site) -> None:
+def test_verify_of_an_empty_cache_exits_0_and_creates_no_cache(site: Site) -> None:
     done = site.run("verify", "--all")
     assert (done.exit_code, done.stdout) == (ExitStatus.OK, "The cache holds no entry.\n")
     assert not site.node.cache.root.exists()
@@ -448,7 +454,7 @@ def test_bad_entry_is_unmounted_evicted_and_staged_anew(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_source_is_read_with_its_owners_rights(node: Node) -> None:
+def test_verify_reads_the_source_with_the_rights_of_its_owner(node: Node) -> None:
     # Bob may read it by the mode, its owner may not; root could.
     path = node.put("a.sqsh", user=ALICE, mode=0o004)
     assert node.prolog(1, path, user=BOB).outcome.result == "copied"
@@ -457,7 +463,7 @@ def test_source_is_read_with_its_owners_rights(node: Node) -> None:
     assert "is not readable as " in found["detail"]
 
 
-def test_stuck_redirect_does_not_keep_bad_entry(
+def test_bad_entry_is_evicted_though_its_redirect_cannot_be_unmounted(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = node.put("a.sqsh")
@@ -475,7 +481,7 @@ def test_stuck_redirect_does_not_keep_bad_entry(
     assert path.read_bytes() == content()
 
 
-def test_leased_copy_and_failing_entry_keep_no_other_from_being_verified(
+def test_error_in_one_entry_does_not_stop_verify_of_the_others(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [node.put(f"{name}.sqsh", content(seed)) for seed, name in enumerate("abc", 1)]
@@ -500,7 +506,9 @@ def test_leased_copy_and_failing_entry_keep_no_other_from_being_verified(
     assert len(node.entries()) == 3
 
 
-def test_copy_that_cannot_be_opened_is_evicted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_whose_image_cannot_be_opened_is_evicted_by_verify(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = node.put("a.sqsh")
     node.prolog(1, path)
 

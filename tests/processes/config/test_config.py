@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 
-def test_loading_without_a_file_imports_nothing_costly(tmp_path: Path) -> None:
+def test_loading_the_configuration_without_a_file_imports_no_heavy_modules(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from forestage.config import load_config;"
         f"load_config(pathlib.Path({str(tmp_path)!r}));"

@@ -61,7 +61,7 @@ def deadline(site: Site) -> tuple[str, str]:
     return line.split()[1], err
 
 
-def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
+def test_sweep_makes_configuration_directories_unlistable_where_hooks_run(
     site: Site,
 ) -> None:
     state = site.places.known_disks.parent
@@ -72,26 +72,26 @@ def test_sweep_has_users_list_no_directory_of_the_configuration_where_hooks_run(
     assert directories.list_listable_directories(site.places) == []
 
 
-def test_sweep_leaves_the_directories_of_a_node_without_hooks(site: Site) -> None:
+def test_sweep_keeps_configuration_directories_listable_where_no_hook_has_run(site: Site) -> None:
     site.places.called("prolog").unlink()
     sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o755, 0o755]
     assert not site.places.config_names.exists()
 
 
-def test_directory_that_is_closed_to_users_stays_as_closed(site: Site) -> None:
+def test_making_a_directory_unlistable_gives_users_no_new_rights(site: Site) -> None:
     site.places.etc.chmod(0o750)
     site.places.config_parts.chmod(0o700)
     sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o710, 0o700]
 
 
-def test_users_command_reads_conf_d_by_the_names_that_root_has_listed(site: Site) -> None:
+def test_users_command_reads_conf_d_by_the_file_names_that_root_listed(site: Site) -> None:
     sweep.make_config_unlistable(site.places)
     assert deadline(site) == ("2h", "")
 
 
-def test_users_command_without_a_list_says_that_conf_d_was_not_read(site: Site) -> None:
+def test_users_command_without_roots_list_warns_that_conf_d_was_not_read(site: Site) -> None:
     sweep.make_config_unlistable(site.places)
     site.places.config_names.unlink()
     value, said = deadline(site)
@@ -100,7 +100,7 @@ def test_users_command_without_a_list_says_that_conf_d_was_not_read(site: Site) 
     assert said.count("\n") == 1
 
 
-def test_users_command_says_where_conf_d_has_changed_since_it_was_listed(site: Site) -> None:
+def test_users_command_warns_that_conf_d_has_changed_since_root_listed_it(site: Site) -> None:
     sweep.make_config_unlistable(site.places)
     (site.places.config_parts / "60-new.yaml").write_text("deadline: 3h\n")
     (site.places.config_parts / "50-site.yaml").rename(site.places.root / "elsewhere")
@@ -111,7 +111,7 @@ def test_users_command_says_where_conf_d_has_changed_since_it_was_listed(site: S
     assert deadline(site) == ("3h", "")
 
 
-def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) -> None:
+def test_hook_that_reads_a_changed_configuration_lists_its_file_names_for_users(site: Site) -> None:
     """The first one after a boot, before a step of that job asks anything as its user."""
     sweep.make_config_unlistable(site.places)
     site.places.config_names.unlink()
@@ -127,13 +127,13 @@ def test_hook_that_reads_a_changed_configuration_lists_it_for_users(site: Site) 
     assert places.config_names.stat().st_ino == before, "nothing is written where nothing changed"
 
 
-def test_name_that_is_no_text_keeps_no_other_from_users(site: Site) -> None:
+def test_non_utf8_file_name_in_conf_d_does_not_hide_the_other_files_from_users(site: Site) -> None:
     os.close(os.open(bytes(site.places.config_parts) + b"/\xff.yaml", os.O_CREAT))
     sweep.make_config_unlistable(site.places)
     assert deadline(site) == ("2h", "")
 
 
-def test_directories_of_a_node_without_a_configuration_are_no_problem(tmp_path: Path) -> None:
+def test_making_missing_configuration_directories_unlistable_does_not_fail(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     directories.make_directories_unlistable(places)
     assert directories.list_listable_directories(places) == []

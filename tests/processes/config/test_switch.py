@@ -24,13 +24,13 @@ def places(tmp_path: Path) -> NodePaths:
     return places
 
 
-def test_turned_off_it_is_kept_where_a_reboot_leaves_it(places: NodePaths) -> None:
+def test_turn_off_writes_a_file_in_etc_that_survives_a_reboot(places: NodePaths) -> None:
     assert switch.turn_off(places, "INC-42", NOW + 60) == SwitchChange((places.kept_off,))
     assert places.kept_off.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
     assert not places.disabled.exists()
 
 
-def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: NodePaths) -> None:
+def test_turn_off_writes_the_file_in_run_if_etc_cannot_be_written(places: NodePaths) -> None:
     places.kept_off.mkdir()
     (places.kept_off / "x").touch()
     done = switch.turn_off(places, "INC-42\nuntil 0", None)
@@ -39,7 +39,7 @@ def test_turned_off_where_etc_cannot_be_written_it_is_kept_in_run(places: NodePa
     assert places.disabled.read_text() == "INC-42\\nuntil 0\n"
 
 
-def test_turned_off_where_run_cannot_be_written_it_is_kept_in_etc(places: NodePaths) -> None:
+def test_turn_off_writes_the_file_in_etc_if_run_cannot_be_written(places: NodePaths) -> None:
     places.disabled.mkdir()
     (places.disabled / "x").touch()
     assert switch.turn_off(places, "INC-42", None).files == (places.kept_off,)
@@ -50,7 +50,7 @@ def test_turned_off_where_run_cannot_be_written_it_is_kept_in_etc(places: NodePa
         switch.turn_off(places, "INC-42", None)
 
 
-def test_staging_is_off_before_etc_is_looked_at(
+def test_turn_off_writes_run_before_a_child_process_changes_etc(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -66,7 +66,7 @@ def test_staging_is_off_before_etc_is_looked_at(
     assert seen[1:] == [""]
 
 
-def test_what_a_killed_one_left_goes_with_the_next_of_either(places: NodePaths) -> None:
+def test_turn_off_and_turn_on_delete_temporary_files_of_a_killed_command(places: NodePaths) -> None:
     for work in (lambda: switch.turn_off(places, "INC-42", None), lambda: switch.turn_on(places)):
         for file in (places.kept_off, places.disabled):
             file.with_name(f".{file.name}.b6a1bf5f60f96726").touch()
@@ -74,7 +74,7 @@ def test_what_a_killed_one_left_goes_with_the_next_of_either(places: NodePaths) 
         assert [*places.etc.glob(".*"), *places.run.glob(".*")] == []
 
 
-def test_off_whose_temporary_file_another_one_deletes_writes_it_again(
+def test_turn_off_writes_its_temporary_file_again_if_another_process_deletes_it(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace, lost = os.replace, []
@@ -90,18 +90,18 @@ def test_off_whose_temporary_file_another_one_deletes_writes_it_again(
     assert lost
 
 
-def test_upgrades_own_file_is_not_removed_by_off(places: NodePaths) -> None:
+def test_turn_off_does_not_remove_the_file_of_an_upgrade(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", NOW + 60)
     assert places.disabled.read_text() == places.kept_off.read_text()
 
 
-def test_reason_that_looks_like_a_time_is_one_only_after_a_time(places: NodePaths) -> None:
+def test_reason_that_looks_like_an_end_time_is_kept_as_text(places: NodePaths) -> None:
     switch.turn_off(places, "until 0", NOW + 60)
     assert "until 0 (until " in switch.find_off_file_reason(places, NOW)
 
 
-def test_turned_on_both_files_go_and_are_named(places: NodePaths) -> None:
+def test_turn_on_removes_and_names_both_files(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", None)
     assert switch.turn_on(places).files == (places.disabled, places.kept_off)

@@ -54,7 +54,7 @@ def run(
     )
 
 
-def test_bare_python_prints_figures_as_text_json_and_page(
+def test_estimate_with_bare_python_prints_figures_as_text_json_and_html(
     program: Path, environ: dict[str, str]
 ) -> None:
     ran = run(program, environ)
@@ -68,7 +68,7 @@ def test_bare_python_prints_figures_as_text_json_and_page(
     assert html.rstrip().endswith("</html>")
 
 
-def test_command_that_it_prints_gives_a_file_that_it_reads(
+def test_output_of_the_sacct_command_that_estimate_prints_is_accepted_by_estimate(
     program: Path, environ: dict[str, str], tmp_path: Path
 ) -> None:
     printed = run(program, environ, "--print-command").stdout
@@ -91,7 +91,7 @@ def test_command_that_it_prints_gives_a_file_that_it_reads(
         (None, "run it where sacct works"),
     ],
 )
-def test_accounting_that_says_nothing_ends_it_with_what_to_do(
+def test_estimate_exits_1_with_advice_if_sacct_is_missing_fails_or_prints_no_jobs(
     program: Path, environ: dict[str, str], tmp_path: Path, sacct: str | None, said: str
 ) -> None:
     program_path = tmp_path / "sacct"
@@ -105,7 +105,7 @@ def test_accounting_that_says_nothing_ends_it_with_what_to_do(
     assert "Traceback" not in ran.stderr
 
 
-def test_source_is_python_3_9_and_imports_the_standard_library_only() -> None:
+def test_estimate_is_python_3_9_and_imports_only_the_standard_library() -> None:
     import sys
 
     for path in FOLDER.rglob("*.py"):

@@ -114,7 +114,7 @@ def work(mark: Path) -> Iterator[Work]:
         process.wait()
 
 
-def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
+def test_prolog_may_detach_if_the_companion_shows_the_copies(node: Node) -> None:
     assert node.may()
     assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
     assert node.may(**{IMAGE_OPTION: "docker://ubuntu"})
@@ -122,7 +122,7 @@ def test_prolog_leaves_where_the_companion_shows_the_copies(node: Node) -> None:
     assert may_detach({"SLURM_JOB_ID": "7", STAGE_OPTION: "stage=/lustre/a\n"}, node.run)
 
 
-def test_prolog_leaves_however_many_files_slurm_conf_includes(node: Node) -> None:
+def test_prolog_may_detach_however_many_files_slurm_conf_includes(node: Node) -> None:
     """The record has a line for each: those of the partitions come behind them."""
     for number in range(1000):
         node.conf.with_name(f"p{number}.conf").write_text(f"PartitionName=p{number}\n")
@@ -142,27 +142,31 @@ def test_prolog_leaves_however_many_files_slurm_conf_includes(node: Node) -> Non
         {"SLURM_JOB_ID": ""},
     ],
 )
-def test_prolog_stays_where_its_job_waits_for_it(node: Node, environ: dict[str, str]) -> None:
+def test_prolog_may_not_detach_if_the_job_asks_to_wait_or_has_no_valid_id(
+    node: Node, environ: dict[str, str]
+) -> None:
     assert not node.may(**environ)
 
 
 @pytest.mark.parametrize(
     "more", ["redirect: bind", "redirect: none", "redirect: spank\ncold: wait"]
 )
-def test_prolog_stays_where_the_admin_wants_its_work_done_first(node: Node, more: str) -> None:
+def test_prolog_may_not_detach_with_redirect_bind_or_none_or_cold_wait(
+    node: Node, more: str
+) -> None:
     node.configure(f"sources: [/lustre]\n{more}\n")
     assert not node.may()
 
 
 @pytest.mark.parametrize("companion", ["loaded", "absent", "unknown"])
-def test_automatic_redirect_leaves_with_the_companion_only(
+def test_prolog_with_automatic_redirect_may_detach_only_if_the_companion_is_loaded(
     node: Node, companion: CompanionPresence
 ) -> None:
     node.configure("sources: [/lustre]\n", companion)
     assert node.may() is (companion == "loaded")
 
 
-def test_byte_that_is_no_utf8_keeps_no_prolog(node: Node) -> None:
+def test_non_utf8_byte_in_slurm_files_does_not_stop_a_prolog_from_detaching(node: Node) -> None:
     for file in (node.conf, node.conf.with_name("plugstack.conf")):
         file.write_bytes(b"# f\374r M\374ller\n" + file.read_bytes())
     node.configure(ON)
@@ -172,7 +176,7 @@ def test_byte_that_is_no_utf8_keeps_no_prolog(node: Node) -> None:
     assert not node.may()
 
 
-def test_partition_with_settings_of_its_own_has_a_line_of_its_own(node: Node) -> None:
+def test_prolog_may_detach_by_the_settings_of_the_jobs_partition(node: Node) -> None:
     node.configure(f"{ON}partitions:\n  slow: {{cold: wait}}\n  dark: {{enabled: false}}\n")
     assert [node.may(SLURM_JOB_PARTITION=name) for name in ("slow", "dark", "gpu")] == [
         False,
@@ -181,7 +185,7 @@ def test_partition_with_settings_of_its_own_has_a_line_of_its_own(node: Node) ->
     ]
 
 
-def test_bind_of_one_partition_keeps_all_prologs(node: Node) -> None:
+def test_no_prolog_may_detach_if_one_partition_uses_redirect_bind(node: Node) -> None:
     """One that is out of date has to go before any job of the node begins."""
     node.configure(f"{ON}partitions:\n  old: {{redirect: bind}}\n")
     assert not node.may(SLURM_JOB_PARTITION="gpu")
@@ -199,7 +203,9 @@ def test_bind_of_one_partition_keeps_all_prologs(node: Node) -> None:
         "slurm/plugstack.conf.d/another.conf",
     ],
 )
-def test_prolog_stays_once_a_file_that_decides_has_changed(node: Node, file: str) -> None:
+def test_prolog_may_not_detach_after_a_configuration_or_slurm_file_has_changed(
+    node: Node, file: str
+) -> None:
     path = node.places.root / file
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as opened:
@@ -207,14 +213,16 @@ def test_prolog_stays_once_a_file_that_decides_has_changed(node: Node, file: str
     assert not node.may()
 
 
-def test_prolog_stays_once_the_file_that_names_the_companion_is_gone(node: Node) -> None:
+def test_prolog_may_not_detach_after_the_file_that_names_the_companion_was_removed(
+    node: Node,
+) -> None:
     """As a package that is removed leaves an include which matches nothing."""
     (node.places.root / "slurm/plugstack.conf.d/forestage.conf").unlink()
     assert not node.may()
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\n", b"forestage 0\npartition\t*\tleave\n", None])
-def test_prolog_stays_where_the_record_is_missing_damaged_or_of_another_release(
+def test_prolog_may_not_detach_if_its_record_is_missing_damaged_or_of_another_release(
     node: Node, text: bytes | None
 ) -> None:
     node.places.background.unlink()
@@ -223,12 +231,12 @@ def test_prolog_stays_where_the_record_is_missing_damaged_or_of_another_release(
     assert not node.may()
 
 
-def test_prolog_stays_where_the_companion_was_never_loaded(node: Node) -> None:
+def test_prolog_may_not_detach_if_the_companion_was_never_loaded(node: Node) -> None:
     node.places.loaded.unlink()
     assert not node.may()
 
 
-def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
+def test_detach_record_is_written_once_as_long_as_no_setting_changes(node: Node) -> None:
     before = node.places.background.stat()
     decided = step_record.format_config_lines(node.places)
     settings = load_config(node.places.etc)
@@ -239,7 +247,7 @@ def test_record_is_written_once_as_long_as_nothing_changes(node: Node) -> None:
     assert node.may(), "files that cannot be told change nothing"
 
 
-def test_wait_ends_with_the_work(mark: Path, work: Work) -> None:
+def test_wait_for_prolog_ends_when_the_detached_prolog_ends(mark: Path, work: Work) -> None:
     wait_for_prolog(str(mark))
     process = work()
     process.stdin.close()  # type: ignore[union-attr]
@@ -247,13 +255,15 @@ def test_wait_ends_with_the_work(mark: Path, work: Work) -> None:
     assert process.wait(60) == 0
 
 
-def test_wait_ends_after_its_time_and_kills_nobody(mark: Path, work: Work) -> None:
+def test_wait_for_prolog_times_out_without_killing_the_detached_prolog(
+    mark: Path, work: Work
+) -> None:
     process = work()
     wait_for_prolog(str(mark), 0.01)
     assert process.poll() is None
 
 
-def test_steps_wait_for_a_prolog_that_hangs_no_longer_than_the_first_would(
+def test_step_does_not_wait_again_for_a_prolog_that_has_hung_longer_than_the_timeout(
     mark: Path, work: Work
 ) -> None:
     process = work()
@@ -265,7 +275,7 @@ def test_steps_wait_for_a_prolog_that_hangs_no_longer_than_the_first_would(
     assert process.wait(60) == -signal.SIGKILL
 
 
-def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) -> None:
+def test_stop_prolog_kills_the_detached_prolog_and_removes_its_mark(mark: Path, work: Work) -> None:
     process = work()
     stop_prolog(str(mark), {})
     assert process.wait(60) == -signal.SIGKILL
@@ -273,7 +283,7 @@ def test_stop_kills_who_works_and_takes_the_mark_away(mark: Path, work: Work) ->
     stop_prolog(str(mark), {})
 
 
-def test_stop_kills_no_other_process(
+def test_stop_prolog_kills_no_other_process_that_has_the_recorded_pid(
     mark: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "KILL_TIMEOUT", 0.05)
@@ -283,12 +293,12 @@ def test_stop_kills_no_other_process(
     assert not mark.exists()
 
 
-def test_mark_is_locked_by_one_process_only(mark: Path, work: Work) -> None:
+def test_prolog_mark_is_locked_by_only_one_process(mark: Path, work: Work) -> None:
     work()
     assert background._lock_mark(str(mark)) is None
 
 
-def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
+def test_shared_lock_of_a_reader_does_not_stop_a_prolog_from_locking_its_mark(mark: Path) -> None:
     """A sweep or a step looks by a shared lock, for a moment."""
     mark.touch()
     looking = os.open(mark, os.O_RDONLY)
@@ -310,19 +320,19 @@ def test_look_at_a_mark_keeps_nobody_from_locking_it(mark: Path) -> None:
     os.close(looking)
 
 
-def test_mark_that_cannot_be_made_leaves_the_work_to_the_script(tmp_path: Path) -> None:
+def test_prolog_does_not_detach_if_its_mark_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "leases").touch()
     assert background._lock_mark(str(tmp_path / "leases/7.prolog")) == -1
 
 
-def test_epilog_has_work_where_a_mark_is_left(node: Node, mark: Path) -> None:
+def test_epilog_has_work_if_a_prolog_mark_is_left(node: Node, mark: Path) -> None:
     """Of a Prolog that was killed before it took a lease."""
     mark.touch()
     assert not has_no_work("epilog", {"SLURM_JOB_ID": "7"}, str(node.places.root))
     assert has_no_work("epilog", {"SLURM_JOB_ID": "77"}, str(node.places.root))
 
 
-def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
+def test_sweep_removes_marks_of_a_killed_prolog_but_not_of_a_running_prolog(
     node: Node, mark: Path, work: Work
 ) -> None:
     leases, hints = LeaseDirectory(node.places.leases), mark.with_suffix(".hinted")
@@ -338,7 +348,7 @@ def test_sweep_takes_away_what_a_killed_prolog_left_and_nothing_of_one_at_work(
 
 
 @pytest.mark.parametrize(("say", "left"), [((), False), (("a line",), True)])
-def test_hints_are_forgotten_unless_the_first_step_has_a_line_to_say(
+def test_hints_mark_is_deleted_unless_the_first_step_has_a_message_to_print(
     node: Node, me: User, say: tuple[str, ...], left: bool
 ) -> None:
     leases = LeaseDirectory(node.places.leases)

@@ -43,12 +43,12 @@ def end(body: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_main_ends_the_process_at_once_with_the_hooks_code(code: int) -> None:
+def test_hook_process_exits_with_the_return_code_of_the_hook(code: int) -> None:
     ran = end(f"return {code}")
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
 
 
-def test_idle_hook_says_its_line_and_ends_with_0() -> None:
+def test_hook_without_work_logs_one_line_and_exits_0() -> None:
     ran = subprocess.run(
         [sys.executable, "-BIc", "from forestage.hooks.boundary import main; main('prolog')"],
         env={"SLURM_JOB_ID": "7"},
@@ -91,7 +91,7 @@ print(sorted(heavy & set(sys.modules)), len(forks))
 """
 
 
-def test_warm_image_loads_nothing_that_only_a_copy_needs(
+def test_hook_of_a_hit_imports_no_module_that_only_a_copy_needs(
     tmp_path: Path,
     me: User,
     shared: Path,

@@ -62,7 +62,7 @@ Publish = Callable[[SourceImage], Entry]
 Make = Callable[..., SourceImage]
 
 
-def test_end_of_a_job_is_a_use(
+def test_epilog_updates_the_last_use_of_the_jobs_entries(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
@@ -74,7 +74,7 @@ def test_end_of_a_job_is_a_use(
     assert stored.used == pytest.approx(before, abs=3600)
 
 
-def test_job_that_ended_is_the_one_whose_redirects_go(
+def test_epilog_unmounts_redirects_as_the_jobs_user_after_dropping_the_lease(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     holding(staging_node, asking, "0a")
@@ -93,7 +93,7 @@ def test_job_that_ended_is_the_one_whose_redirects_go(
     assert ended == [None]  # its lease has gone before: what no other one names goes
 
 
-def test_sockets_of_steps_go_before_the_lease(
+def test_epilog_deletes_the_sockets_of_steps_before_the_lease(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     """By that a step that takes a lease later knows to give it back
@@ -112,7 +112,7 @@ def test_sockets_of_steps_go_before_the_lease(
     assert seen == [[]]
 
 
-def test_job_that_was_switched_off_leaves_no_lease(
+def test_epilog_drops_the_lease_of_a_job_with_staging_switched_off(
     staging_node: Node, asking: Job, config: Config
 ) -> None:
     node = staging_node
@@ -130,7 +130,7 @@ def test_job_that_was_switched_off_leaves_no_lease(
         pytest.param(0.0, 0.0),
     ],
 )
-def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
+def test_epilog_waits_for_its_locks_no_longer_than_its_slurm_timeout(
     staging_node: Node,
     asking: Job,
     config: Config,
@@ -156,7 +156,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_slurm_lets_it(
     assert sum(waits) <= most
 
 
-def test_paths_of_other_users_that_stay_are_in_no_event(
+def test_epilog_event_contains_no_paths_of_other_users(
     staging_node: Node, asking: Job, config: Config, monkeypatch: Patch
 ) -> None:
     stuck = ["/lustre/a (hangs)", "/lustre/bob/secret (hangs)", "/lustre/ab (Permission denied)"]
@@ -176,7 +176,7 @@ EPILOG = ("epilog.before_lease_drop", "epilog.after_lease_drop")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_feature_that_raises_stops_no_other_one_nor_the_epilog_itself(
+def test_exception_in_a_feature_stops_neither_other_features_nor_the_epilog(
     staging_node: Node,
     asking: Job,
     config: Config,

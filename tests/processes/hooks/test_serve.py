@@ -106,7 +106,7 @@ def held(node: Node) -> tuple[EntryUse, ...]:
     ],
 )
 @pytest.mark.parametrize("step", [None, 0])
-def test_error_is_an_outcome_and_the_lease_goes_unless_a_step_may_need_it(
+def test_error_becomes_an_outcome_and_drops_the_lease_in_a_prolog_but_not_in_a_step(
     node: Node,
     handle: Handle,
     key: str,
@@ -126,7 +126,7 @@ def test_error_is_an_outcome_and_the_lease_goes_unless_a_step_may_need_it(
     assert held(node) == (() if step is None else (EntryUse(key),))
 
 
-def test_error_leaves_the_lease_of_an_earlier_request_for_the_same_image(
+def test_error_keeps_the_lease_of_an_earlier_request_for_the_same_image(
     node: Node, handle: Handle, here: None, key: str, monkeypatch: Patch
 ) -> None:
     handle()
@@ -170,7 +170,7 @@ def kept(monkeypatch: Patch) -> None:
     monkeypatch.setattr(keeper, "start_keeper", lambda *_, wait: Path("/run/k/sock"))
 
 
-def test_all_copies_are_under_way_before_one_is_waited_for(
+def test_all_copies_of_a_job_are_started_before_the_first_wait(
     node: Node, asking: Job, shared: Path, slow: list[str]
 ) -> None:
     paths = [str(shared / name) for name in ("a", "missing", "b")]
@@ -208,7 +208,7 @@ def test_cold_job_starts_without_its_copy_and_keeps_the_lease(
 
 
 @pytest.mark.parametrize("copy", [None, 5.0])
-def test_path_that_the_job_saves_to_is_not_redirected_later_nor_read_through(
+def test_save_path_of_a_job_is_neither_redirected_later_nor_read_through(
     node: Node, handle: Handle, asking: Job, file: Path, slow: list[str], kept: None,
     copy: float | None,
 ) -> None:  # fmt: skip
@@ -221,7 +221,7 @@ def test_path_that_the_job_saves_to_is_not_redirected_later_nor_read_through(
     assert [use.path for use in held(node)] == [""]
 
 
-def test_save_takes_back_the_redirect_that_an_earlier_step_asked_for(
+def test_step_that_saves_to_a_path_cancels_the_later_redirect_of_an_earlier_step(
     node: Node, handle: Handle, asking: Job, file: Path, slow: list[str]
 ) -> None:
     config: dict[str, object] = {"redirect": "bind"}
@@ -231,7 +231,7 @@ def test_save_takes_back_the_redirect_that_an_earlier_step_asked_for(
     assert [use.path for use in held(node)] == [""]
 
 
-def test_job_that_waited_in_vain_says_so_and_gets_the_redirect_later(
+def test_job_whose_wait_timed_out_is_declined_and_gets_the_redirect_later(
     node: Node, handle: Handle, file: Path, slow: list[str]
 ) -> None:
     answer = handle(copy=5.0, config={"redirect": "bind"})
@@ -239,7 +239,7 @@ def test_job_that_waited_in_vain_says_so_and_gets_the_redirect_later(
     assert [use.path for use in held(node)] == [str(file)]
 
 
-def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
+def test_copy_that_ends_while_a_later_redirect_is_recorded_is_redirected_at_once(
     node: Node, handle: Handle, file: Path, slow: list[str], monkeypatch: Patch
 ) -> None:
     """The stager may have looked who asks before this job did."""
@@ -259,14 +259,14 @@ def test_copy_that_ends_while_the_redirect_is_asked_for_is_used_at_once(
         (9.0, True, SMALL_IMAGE_BYTES + 1, 9.0),
     ],
 )
-def test_only_a_small_image_is_waited_for_where_nobody_asks_to_wait(
+def test_only_a_small_image_is_waited_for_if_the_job_does_not_ask_to_wait(
     node: Node, copy: float | None, small: bool, size: int, left: float
 ) -> None:
     limit = HookDeadlines.of(node.clock, 60.0, copy, small)
     assert limit.for_copy(size).left() == pytest.approx(left, abs=0.5)
 
 
-def test_job_that_holds_too_many_images_gets_no_more(
+def test_request_is_declined_if_the_jobs_lease_has_too_many_images(
     node: Node, asking: Job, handle: Handle, monkeypatch: Patch
 ) -> None:
     held = Lease(7, asking.user, 0.0, str(node.cache.root), (EntryUse("0a"),))
@@ -297,14 +297,14 @@ def elsewhere(monkeypatch: Patch) -> None:
     monkeypatch.setattr(redirect, "list_binds", lambda cache: [bind])
 
 
-def test_refused_request_is_not_looked_at_where_nothing_is_redirected(
+def test_path_of_a_refused_request_is_not_opened_if_the_node_has_no_redirect(
     handle: Handle, looks: list[str]
 ) -> None:
     assert said(handle(refusal=REFUSAL)) == ("declined", "disabled")
     assert looks == []
 
 
-def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
+def test_path_of_a_refused_request_is_opened_if_the_node_has_a_redirect(
     key: str, node: Node, handle: Handle, looks: list[str], elsewhere: None, file: Path
 ) -> None:
     answer = handle(refusal=REFUSAL)
@@ -323,7 +323,7 @@ def test_refused_request_is_looked_at_where_a_redirect_may_be_stale(
         (unmount.UnmountError(["/lustre/a"], 0), ("failed", "redirect")),
     ],
 )
-def test_refused_request_fails_only_where_an_outdated_file_stays(
+def test_refused_request_fails_only_if_an_outdated_redirect_cannot_be_unmounted(
     handle: Handle, elsewhere: None, monkeypatch: Patch, error: Exception, expected: tuple[str, str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -333,7 +333,7 @@ def test_refused_request_fails_only_where_an_outdated_file_stays(
     assert said(handle(refusal=REFUSAL)) == expected
 
 
-def test_broken_cache_fails_a_file_and_declines_a_registry_image(
+def test_unsafe_cache_fails_a_file_request_but_only_declines_a_registry_image(
     node: Node, handle: Handle
 ) -> None:
     """The node is not at fault for an image of a registry, which it would not serve anyway."""

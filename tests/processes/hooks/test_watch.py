@@ -61,11 +61,11 @@ def hangs(watched: HookPipe) -> None:
     signal.pause()
 
 
-def test_hook_ends_as_its_child_says(begin: Begin) -> None:
+def test_hook_exits_when_its_worker_reports_its_end(begin: Begin) -> None:
     assert begin(lambda child: child.end()).wait(never) == 0
 
 
-def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> None:
+def test_hook_exits_with_its_worker_though_another_process_holds_the_pipe(begin: Begin) -> None:
     """A stager may live for hours; a child that says that it ends is not waited for."""
     there, here = os.pipe()
 
@@ -78,14 +78,14 @@ def test_hook_ends_with_its_child_though_others_have_its_line(begin: Begin) -> N
     os.close(there)
 
 
-def test_child_that_was_killed_ends_its_hook(begin: Begin) -> None:
+def test_hook_exits_when_its_worker_is_killed(begin: Begin) -> None:
     def work(child: HookPipe) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert begin(work).wait(never) == -signal.SIGKILL
 
 
-def test_child_that_was_killed_is_seen_though_others_have_its_line(
+def test_hook_exits_when_its_worker_is_killed_though_another_process_holds_the_pipe(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "EXIT_POLL_INTERVAL", 0.01)
@@ -100,7 +100,9 @@ def test_child_that_was_killed_is_seen_though_others_have_its_line(
     os.close(there)
 
 
-def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+def test_hook_prints_the_workers_output_on_stderr(
+    begin: Begin, capfd: pytest.CaptureFixture[str]
+) -> None:
     def work(child: HookPipe) -> None:
         os.write(2, b"a line\nhalf a ")
         child.works_on("/cache")
@@ -114,7 +116,9 @@ def test_what_the_child_logs_the_hook_says(begin: Begin, capfd: pytest.CaptureFi
     assert "stdout\n" in err
 
 
-def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixture[str]) -> None:
+def test_worker_of_a_step_prints_its_answer_on_stdout(
+    begin: Begin, capfd: pytest.CaptureFixture[str]
+) -> None:
     def work(child: HookPipe) -> None:
         os.write(1, b"leave\tno-image\n")
         child.end()
@@ -123,7 +127,7 @@ def test_step_answers_by_its_own_stdout(begin: Begin, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().out == "leave\tno-image\n"
 
 
-def test_child_whose_cache_hangs_is_killed_and_left(
+def test_worker_whose_cache_hangs_is_killed_and_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "PROBE_INTERVAL", 0.01)
@@ -135,7 +139,7 @@ def test_child_whose_cache_hangs_is_killed_and_left(
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
 
 
-def test_child_whose_time_is_over_is_killed_and_left(
+def test_worker_past_its_time_limit_is_killed_and_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "TIME_LIMIT_MARGIN", 0.0)
@@ -149,7 +153,7 @@ def test_child_whose_time_is_over_is_killed_and_left(
     assert late.value.cache == ""
 
 
-def test_child_that_closes_its_line_and_cannot_end_is_left(
+def test_worker_that_closed_its_pipe_but_does_not_exit_is_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was killed with a file open of a server that hangs: its end waits for that."""
@@ -165,7 +169,9 @@ def test_child_that_closes_its_line_and_cannot_end_is_left(
     assert late.value.cache == ""
 
 
-def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_worker_returns_none_and_leaks_no_descriptor_if_fork_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fork() -> int:
         raise BlockingIOError
 
@@ -175,7 +181,7 @@ def test_hook_does_its_work_itself_where_it_cannot_fork(monkeypatch: pytest.Monk
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_nobody_is_told_where_nobody_waits() -> None:
+def test_calls_of_a_missing_hook_pipe_do_nothing() -> None:
     watch.NO_HOOK_PIPE.works_on("/cache")
     watch.NO_HOOK_PIPE.ends_within(1.0)
     watch.NO_HOOK_PIPE.end()  # and the process goes on

@@ -37,7 +37,7 @@ def texts(value: object) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", TASKS, ids=lambda file: file.name)
-def test_task_has_a_name_and_a_module_that_each_ansible_has(file: Path) -> None:
+def test_ansible_task_has_a_name_and_uses_only_builtin_modules(file: Path) -> None:
     for task in tasks(file):
         assert task["name"]
         (module,) = task.keys() - KEYWORDS
@@ -45,13 +45,13 @@ def test_task_has_a_name_and_a_module_that_each_ansible_has(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.name}")
-def test_templates_of_the_role_can_be_parsed(file: Path) -> None:
+def test_templates_of_the_ansible_role_can_be_parsed(file: Path) -> None:
     environment = jinja2.Environment(autoescape=True)
     for text in texts(yaml.safe_load(file.read_text())):
         environment.parse(text)
 
 
-def test_variable_has_a_default_a_type_and_a_line_in_the_docs() -> None:
+def test_ansible_variable_has_a_default_a_type_and_a_line_in_the_docs() -> None:
     defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text())
     options = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text())["argument_specs"]
     assert options["main"]["options"].keys() == defaults.keys()
@@ -65,7 +65,7 @@ def test_variable_has_a_default_a_type_and_a_line_in_the_docs() -> None:
     assert own == registered
 
 
-def test_command_that_changes_something_is_not_run_by_a_dry_run() -> None:
+def test_ansible_check_mode_runs_only_commands_that_change_nothing() -> None:
     """check_mode: false is for those that look."""
     for file in TASKS:
         for task in tasks(file):
@@ -76,7 +76,9 @@ def test_command_that_changes_something_is_not_run_by_a_dry_run() -> None:
                 assert re.search(r"forestage config|'--json'", command), command
 
 
-def test_package_comes_before_slurms_files_name_it_and_goes_after_they_do_not() -> None:
+def test_ansible_installs_the_package_before_and_removes_it_after_the_lines_in_slurms_files() -> (
+    None
+):
     """A Prolog that is missing drains its node."""
     present = [str(task["name"]) for task in tasks(ROLE / "tasks/present.yml")]
     assert present[-1] == "Configure and enable"

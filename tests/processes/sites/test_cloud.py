@@ -220,7 +220,7 @@ def watched(node: CloudNode) -> CloudNode:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", USED)
-def test_disk_that_somebody_uses_is_not_touched_nor_is_an_empty_one_beside_it(
+def test_used_disk_is_not_formatted_nor_is_an_empty_disk_beside_it(
     watched: CloudNode, blank: Callable[[str], Path], kind: str
 ) -> None:
     make, reason = USED[kind]
@@ -238,7 +238,7 @@ def test_disk_that_somebody_uses_is_not_touched_nor_is_an_empty_one_beside_it(
 
 
 @pytest.mark.parametrize(("left", "where"), [(0, "first"), (SIZE - MIB, "last")])
-def test_disk_that_cannot_be_read_is_not_touched(
+def test_unreadable_disk_is_not_formatted(
     watched: CloudNode, blank: Callable[[str], Path], left: int, where: str
 ) -> None:
     """wipefs finds nothing on it, and ends with 0."""
@@ -250,7 +250,7 @@ def test_disk_that_cannot_be_read_is_not_touched(
     no_raid(watched)
 
 
-def test_disk_with_partitions_or_a_holder_is_not_touched(
+def test_disk_with_partitions_or_a_holder_is_not_formatted(
     watched: CloudNode, blank: Callable[[str], Path]
 ) -> None:
     with watched.disk(blank("whole")) as disk:
@@ -265,7 +265,7 @@ def test_disk_with_partitions_or_a_holder_is_not_touched(
     no_raid(watched)
 
 
-def test_disk_that_is_mounted_or_read_only_is_not_touched(
+def test_mounted_or_read_only_disk_is_not_formatted(
     watched: CloudNode, blank: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The signature would tell, too: here the file system's has been wiped under the mount."""
@@ -287,7 +287,7 @@ def test_disk_that_is_mounted_or_read_only_is_not_touched(
 @pytest.mark.parametrize(
     "model", ["nvme_card-pd", "Amazon Elastic Block Store", "SAMSUNG MZWLR7T6", "", "nvme_card100"]
 )
-def test_disk_of_another_model_is_not_touched_even_if_it_is_named(
+def test_disk_that_is_no_instance_store_by_its_model_is_not_formatted_even_if_named(
     watched: CloudNode, blank: Callable[[str], Path], model: str
 ) -> None:
     words = ("--sources", "/lustre", "--raid", str(watched.raid))
@@ -297,7 +297,7 @@ def test_disk_of_another_model_is_not_touched_even_if_it_is_named(
     no_raid(watched)
 
 
-def test_what_is_no_whole_disk_is_not_touched(watched: CloudNode, tmp_path: Path) -> None:
+def test_path_that_is_no_whole_disk_is_not_formatted(watched: CloudNode, tmp_path: Path) -> None:
     link = f"/dev/../{tmp_path}/file"
     (tmp_path / "file").touch()
     words = ("--sources", "/lustre", "--raid", str(watched.raid))
@@ -306,7 +306,7 @@ def test_what_is_no_whole_disk_is_not_touched(watched: CloudNode, tmp_path: Path
     no_raid(watched)
 
 
-def test_raid_is_made_of_empty_disks_only_if_it_is_asked_for(
+def test_raid_of_empty_disks_is_created_only_with_the_raid_option(
     watched: CloudNode, blank: Callable[[str], Path]
 ) -> None:
     with watched.disk(blank("a")) as first, watched.disk(blank("b"), model="nvme_card0") as second:
@@ -322,7 +322,7 @@ def test_raid_is_made_of_empty_disks_only_if_it_is_asked_for(
         assert not {"--run", "--force", "-R", "-f"} & set(ran.split())
 
 
-def test_one_empty_disk_becomes_the_caches_and_is_found_at_the_next_boot(
+def test_single_empty_disk_is_formatted_for_the_cache_and_mounted_again_at_the_next_boot(
     node: CloudNode, blank: Callable[[str], Path]
 ) -> None:
     """With the real mkfs.xfs."""
@@ -353,7 +353,7 @@ def test_directory_with_files_is_not_mounted_over(
     no_raid(watched)
 
 
-def test_node_without_a_package_ends_with_0_and_says_so(node: CloudNode) -> None:
+def test_prepare_node_without_a_package_exits_0_with_a_message(node: CloudNode) -> None:
     node.tool("dpkg-query", "#!/bin/sh\nexit 1\n")
     assert "forestage is not installed" in node.boot("--sources", "/lustre")
     packages = str(node.folder / "packages")
@@ -364,11 +364,15 @@ def test_node_without_a_package_ends_with_0_and_says_so(node: CloudNode) -> None
 
 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("--sorces", "/x"), 2)])
-def test_wrong_words_are_an_error(node: CloudNode, words: tuple[str, ...], code: int) -> None:
+def test_prepare_node_with_wrong_arguments_exits_2(
+    node: CloudNode, words: tuple[str, ...], code: int
+) -> None:
     assert "--sources" in node.boot(*words, code=code)
 
 
-def test_companion_is_that_of_the_slurm_and_the_distribution_that_are_here(node: CloudNode) -> None:
+def test_prepare_node_installs_the_companion_package_of_this_slurm_and_distribution(
+    node: CloudNode,
+) -> None:
     """slurmd itself says its release: here one in /opt, in no PATH."""
     (node.tools / "slurmd").unlink()
     node.tool("slurmd", SLURMD.replace("24.11.5", "25.05.2"), node.folder / "opt/slurm/sbin")
@@ -422,14 +426,14 @@ def test_program_of_a_users_process_named_slurmd_is_not_run(node: CloudNode) -> 
         assert (node.folder / "ran").exists() is is_run
 
 
-def test_slurm_without_a_companion_gets_redirect_bind_and_it_is_said(node: CloudNode) -> None:
+def test_prepare_node_without_a_companion_package_configures_redirect_bind(node: CloudNode) -> None:
     said = node.boot("--sources", "/lustre", "--packages", str(node.folder / "packages"))
     assert "no companion for Slurm 24.11 on deb12" in said
     assert "so redirect: bind" in said
     assert "redirect: bind\n" in node.conf.read_text()
 
 
-def test_cache_goes_to_the_mount_that_the_cloud_made_and_to_no_directory(
+def test_prepare_node_configures_the_cache_only_on_a_mounted_local_disk(
     node: CloudNode, blank: Callable[[str], Path]
 ) -> None:
     """/mnt/nvme on the root disk is no disk of the node's own; nor is a tmpfs, or NFS."""

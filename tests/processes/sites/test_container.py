@@ -18,13 +18,13 @@ CONTAINERFILE = (REPO / "packaging/container/Containerfile").read_text()
 
 
 @pytest.mark.parametrize("kind", ["prolog", "epilog"])
-def test_values_have_the_scripts_of_this_release(kind: str) -> None:
+def test_container_values_contain_the_prolog_and_epilog_scripts_of_this_release(kind: str) -> None:
     """They are mounted into all pods, of which some may have the image without the layer."""
     script = (REPO / f"packaging/{kind}.d/50-all-forestage").read_text()
     assert VALUES[f"{kind}Scripts"] == {"50-all-forestage": script}
 
 
-def test_companion_comes_before_pyxis_and_is_of_the_images_slurm() -> None:
+def test_container_values_load_the_companion_before_pyxis_for_the_images_slurm_release() -> None:
     first, second = VALUES["configFiles"]["plugstack.conf"].splitlines()
     assert "pyxis" in second
     release = re.fullmatch(r"include /usr/lib/forestage/spank/plugstack-([\d.]+)\*\.conf", first)
@@ -33,7 +33,7 @@ def test_companion_comes_before_pyxis_and_is_of_the_images_slurm() -> None:
     assert nodes["slurmd"]["image"]["tag"].startswith(f"{release[1]}-")
 
 
-def test_volume_is_there_for_each_mount_and_holds_the_cache() -> None:
+def test_container_values_have_a_volume_for_each_mount_and_for_the_cache() -> None:
     (nodes,) = VALUES["nodesets"].values()
     volumes = {one["name"] for one in nodes["podSpec"]["volumes"]}
     mounts = {one["mountPath"]: one for one in nodes["slurmd"]["volumeMounts"]}
@@ -42,7 +42,7 @@ def test_volume_is_there_for_each_mount_and_holds_the_cache() -> None:
     assert mounts["/lustre"]["mountPropagation"] == "HostToContainer"
 
 
-def test_health_check_is_that_which_the_package_brings() -> None:
+def test_container_values_name_the_health_check_of_the_package() -> None:
     conf = VALUES["controller"]["extraConfMap"]
     assert conf["HealthCheckProgram"] == "/usr/lib/forestage/bin/forestage-health"
     assert (
@@ -50,7 +50,7 @@ def test_health_check_is_that_which_the_package_brings() -> None:
     )
 
 
-def test_layer_copies_the_packages_and_takes_its_base_from_outside() -> None:
+def test_containerfile_copies_the_packages_onto_a_base_given_as_argument() -> None:
     assert "ARG BASE\nFROM ${BASE}\n" in CONTAINERFILE
     assert "COPY forestage*.deb " in CONTAINERFILE
     assert "apt-get update" not in CONTAINERFILE, "another one's image decides its sources"
@@ -80,7 +80,7 @@ def fifo(path: Path) -> Path:
     return path
 
 
-def test_health_check_does_the_minutes_work_where_no_systemd_runs(tmp_path: Path) -> None:
+def test_health_check_without_systemd_starts_tend_and_the_peer_service(tmp_path: Path) -> None:
     """Apart from slurmd's own child, of which slurmd would wait for no more than 60 s."""
     said = fifo(tmp_path / "said")
     program = f'#!/bin/sh\n[ "$1" = status ] || echo "$*" >{said}\n'
@@ -90,7 +90,9 @@ def test_health_check_does_the_minutes_work_where_no_systemd_runs(tmp_path: Path
         assert sorted([lines.readline(), lines.readline()]) == ["peer\n", "tend\n"]
 
 
-def test_peer_service_keeps_no_lock_of_a_script_that_calls_the_health_check(tmp_path: Path) -> None:
+def test_peer_service_started_by_the_health_check_inherits_no_lock_of_the_caller(
+    tmp_path: Path,
+) -> None:
     said, end = fifo(tmp_path / "said"), fifo(tmp_path / "end")
     program = f'#!/bin/sh\n[ "$1" = peer ] || exit 0\necho began >{said}\nread _ <{end}\n'
     with (
@@ -125,7 +127,7 @@ def test_health_check_starts_the_peer_service_again_only_once_it_has_ended(tmp_p
 
 
 @pytest.mark.parametrize(("words", "systemd"), [(("--print",), ""), ((), "run/systemd/system")])
-def test_health_check_does_no_more_than_look_elsewhere(
+def test_health_check_with_systemd_or_print_starts_no_service(
     tmp_path: Path, words: tuple[str, ...], systemd: str
 ) -> None:
     """The timer does it, or nobody asked for it."""

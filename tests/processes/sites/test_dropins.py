@@ -28,7 +28,9 @@ def run(tmp_path: Path, kind: str, hook: str | None) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_node_without_the_package_gets_0_and_no_word(tmp_path: Path, kind: str) -> None:
+def test_shared_hook_script_without_the_package_exits_0_and_prints_nothing(
+    tmp_path: Path, kind: str
+) -> None:
     done = run(tmp_path, kind, None)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -43,17 +45,21 @@ def test_node_without_the_package_gets_0_and_no_word(tmp_path: Path, kind: str) 
         "#!/bin/sh\nkill -KILL $$\n",
     ],
 )
-def test_script_of_a_shared_directory_drains_no_node(tmp_path: Path, kind: str, hook: str) -> None:
+def test_shared_hook_script_exits_0_however_the_hook_ends(
+    tmp_path: Path, kind: str, hook: str
+) -> None:
     assert run(tmp_path, kind, hook).returncode == 0
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hook_gets_the_jobs_environment(tmp_path: Path, kind: str) -> None:
+def test_shared_hook_script_passes_the_jobs_environment_to_the_hook(
+    tmp_path: Path, kind: str
+) -> None:
     assert run(tmp_path, kind, '#!/bin/sh\necho "$SLURM_JOB_ID"\n').stdout == "7\n"
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_script_is_executable_and_shipped(kind: str) -> None:
+def test_shared_hook_script_is_executable_packaged_and_documented(kind: str) -> None:
     file = REPO / f"packaging/{kind}.d/{NAME}"
     assert file.stat().st_mode & 0o111 == 0o111, "else slurmd drains the node"
     build = (REPO / "packaging/build").read_text()

@@ -78,7 +78,7 @@ def test_release_has_sums_of_all_artefacts_and_an_sbom(repo: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["pwd", "date +%Z", 'echo "$RANDOM$$"'])
-def test_build_that_takes_in_where_it_ran_is_no_release(repo: Path, what: str) -> None:
+def test_release_is_refused_if_two_builds_differ(repo: Path, what: str) -> None:
     build = repo / "packaging/build"
     build.write_text(build.read_text().replace(SAME, what))
     commit(repo)
@@ -98,21 +98,21 @@ def test_build_that_takes_in_where_it_ran_is_no_release(repo: Path, what: str) -
         f"## Unreleased\n{DATED}",
     ],
 )
-def test_changelog_without_version_and_date_is_refused(repo: Path, text: str) -> None:
+def test_release_is_refused_if_the_changelog_lacks_version_and_date(repo: Path, text: str) -> None:
     (repo / "CHANGELOG.md").write_text(text)
     commit(repo)
     done = release(repo)
     assert (done.returncode, "make it '## 1.2.3 (" in done.stderr) == (1, True)
 
 
-def test_work_tree_with_changes_is_refused(repo: Path) -> None:
+def test_release_is_refused_if_the_work_tree_has_changes(repo: Path) -> None:
     (repo / "new").touch()
     done = release(repo)
     assert (done.returncode, "the work tree has changes" in done.stderr) == (1, True)
 
 
 @pytest.mark.long
-def test_release_of_this_checkout_is_made_twice_and_its_sbom_has_what_is_pinned(
+def test_release_of_this_checkout_is_reproducible_and_its_sbom_lists_the_pinned_requirements(
     tmp_path: Path,
 ) -> None:
     """Of what lies here, committed or not, in a clone whose change log has a date."""

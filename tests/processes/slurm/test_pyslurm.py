@@ -84,11 +84,13 @@ def asked(request: pytest.FixtureRequest, mocker: MockerFixture, tmp_path: Path)
         ("unknown", None),
     ],
 )
-def test_job_is_what_slurm_says(asked: Asked, case: str, expected: JobState | None) -> None:
+def test_job_state_is_the_same_from_squeue_and_from_pyslurm(
+    asked: Asked, case: str, expected: JobState | None
+) -> None:
     assert asked(case).job(7) == expected
 
 
-def test_slurm_that_does_not_answer_is_no_answer(asked: Asked) -> None:
+def test_query_of_a_silent_slurm_raises_slurm_error(asked: Asked) -> None:
     with pytest.raises(SlurmError):
         asked("silent").job(7)
 
@@ -114,7 +116,7 @@ def without_names(job: int) -> object:
 
 
 @pytest.mark.parametrize("load", [ends, hangs, another, without_names])
-def test_doubt_about_pyslurm_is_for_the_commands_to_end(
+def test_job_query_falls_back_to_squeue_if_pyslurm_fails_hangs_or_names_another_job(
     mocker: MockerFixture, tmp_path: Path, load: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound(mocker, load)
@@ -125,14 +127,18 @@ def test_doubt_about_pyslurm_is_for_the_commands_to_end(
     assert (tmp_path / "asked").read_text() == "squeue\n"
 
 
-def test_pyslurm_that_answers_spares_the_command(mocker: MockerFixture, tmp_path: Path) -> None:
+def test_job_query_answered_by_pyslurm_runs_no_squeue(
+    mocker: MockerFixture, tmp_path: Path
+) -> None:
     bound(mocker, LOADED["over"])
     assert commands(tmp_path, "exit 9")._replace(bound=True).job(7) is not None
     assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_node_is_known_or_not(mocker: MockerFixture, tmp_path: Path, knows: bool) -> None:
+def test_pyslurm_reports_whether_slurm_knows_the_node(
+    mocker: MockerFixture, tmp_path: Path, knows: bool
+) -> None:
     error = RPCError(pyslurm.INVALID_NODE)
     load = mocker.Mock(
         side_effect=None if knows else error, return_value=SimpleNamespace(name="n1")
@@ -151,7 +157,7 @@ def test_node_is_known_or_not(mocker: MockerFixture, tmp_path: Path, knows: bool
         ("", "slurm 24.11.5", False),
     ],
 )
-def test_pyslurm_fits_its_own_release_only(
+def test_pyslurm_is_used_only_if_its_release_matches_the_sites_slurm(
     mocker: MockerFixture, own: str, site: str, expected: bool, tmp_path: Path
 ) -> None:
     mocker.patch.object(pyslurm, "find_installed_version", return_value=own)
@@ -159,7 +165,7 @@ def test_pyslurm_fits_its_own_release_only(
     assert commands(tmp_path, f"echo '{site}'").bind().bound is expected
 
 
-def test_without_pyslurm_nothing_is_asked_and_nothing_loaded(tmp_path: Path) -> None:
+def test_missing_pyslurm_is_not_imported_and_no_slurm_command_is_run(tmp_path: Path) -> None:
     assert commands(tmp_path, "exit 9").bind().bound is False
     assert not (tmp_path / "asked").exists()
     assert "pyslurm" not in sys.modules

@@ -32,7 +32,7 @@ def fake(tmp_path: Path) -> Fake:
     return faking
 
 
-def test_job_is_asked_for_by_its_number(fake: Fake, tmp_path: Path) -> None:
+def test_squeue_is_queried_for_the_one_job_by_its_id(fake: Fake, tmp_path: Path) -> None:
     assert fake("echo '7|RUNNING|n1'").job(7) == JobState("RUNNING", "n1")
     (line,) = (tmp_path / "asked").read_text().splitlines()
     assert line.split()[-1] == "--jobs=7", "all jobs of a cluster would be too many"
@@ -57,7 +57,9 @@ def test_job_is_asked_for_by_its_number(fake: Fake, tmp_path: Path) -> None:
         ("kill -KILL $$", False),
     ],
 )
-def test_job_is_unknown_by_slurms_own_words_only(fake: Fake, squeue: str, unknown: bool) -> None:
+def test_job_is_unknown_only_if_squeue_fails_with_exactly_slurms_message(
+    fake: Fake, squeue: str, unknown: bool
+) -> None:
     if unknown:
         assert fake(squeue).job(7) is None
         return
@@ -65,7 +67,9 @@ def test_job_is_unknown_by_slurms_own_words_only(fake: Fake, squeue: str, unknow
         fake(squeue).job(7)
 
 
-def test_slurmctld_that_hangs_is_no_answer(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squeue_that_hangs_raises_slurm_error_at_the_timeout(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue, "TIMEOUT", 0.1)
     with pytest.raises(SlurmError, match="did not end"):
         fake("sleep 600").job(7)
@@ -80,7 +84,7 @@ def test_slurmctld_that_hangs_is_no_answer(fake: Fake, monkeypatch: pytest.Monke
         ("echo 'Unable to contact slurm controller' >&2; exit 1", None),
     ],
 )
-def test_slurm_of_another_cluster_does_not_know_this_node(
+def test_node_is_known_only_if_scontrol_prints_exactly_its_name(
     fake: Fake, scontrol: str, knows: bool | None
 ) -> None:
     asked = fake(scontrol=scontrol)
@@ -91,7 +95,7 @@ def test_slurm_of_another_cluster_does_not_know_this_node(
         assert asked.knows_node("n1") == knows
 
 
-def test_commands_come_from_path_and_read_the_named_configuration(
+def test_slurm_commands_run_from_path_with_slurm_conf_and_without_other_slurm_variables(
     fake: Fake, tmp_path: Path
 ) -> None:
     fake("echo '7|RUNNING|n1'")

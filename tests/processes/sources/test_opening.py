@@ -27,7 +27,7 @@ HEAD = squashfs.beginning(bytes(96))
         (b"12345", bytes(32), b"12345"),
     ],
 )
-def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
+def test_file_head_is_read_from_the_copy_or_else_from_the_source(
     shared: Path, me: User, data: bytes, copied: bytes | None, head: bytes
 ) -> None:
     (shared / "a").write_bytes(data)
@@ -40,7 +40,9 @@ def test_first_bytes_are_those_of_the_copy_or_else_of_the_source(
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_first_bytes_of_what_is_here_are_not_read(shared: Path, me: User, new: bool) -> None:
+def test_file_head_of_an_image_already_in_the_cache_is_not_read(
+    shared: Path, me: User, new: bool
+) -> None:
     (shared / "a").write_bytes(HEAD)
     found, line = opening.open_as_user(
         str(shared / "a"), me, [str(shared)], None, PATIENCE, is_new=lambda _: new
@@ -66,7 +68,9 @@ def test_opening_finds_identity_and_rights_through_a_symlink(shared: Path, me: U
     )
 
 
-def test_symlinked_source_directory_holds_what_it_leads_to(shared: Path, me: User) -> None:
+def test_file_below_a_symlinked_source_directory_is_accepted_by_its_real_path(
+    shared: Path, me: User
+) -> None:
     (shared / "a").write_bytes(b"1")
     (shared.parent / "lustre").symlink_to(shared)
     found, fd = opening.open_descriptor_as_user(
@@ -87,7 +91,7 @@ def _outside(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_fifo, _outside, Path.mkdir])
-def test_file_that_may_not_be_staged_is_not_opened(
+def test_fifo_directory_or_file_outside_the_sources_is_not_opened(
     shared: Path, me: User, make: Callable[[Path], None]
 ) -> None:
     """Opening a FIFO would block, opening a device or a file outside could do something."""
@@ -99,7 +103,7 @@ def test_file_that_may_not_be_staged_is_not_opened(
     assert found.image is None
 
 
-def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User) -> None:
+def test_path_that_resolves_to_a_non_utf8_name_is_not_opened(shared: Path, me: User) -> None:
     (shared / "\udcff").write_bytes(b"1")
     (shared / "a").symlink_to("\udcff")
     found, fd = opening.open_descriptor_as_user(
@@ -112,7 +116,7 @@ def test_name_that_is_no_text_is_declined_and_not_mangled(shared: Path, me: User
     ("path", "error"),
     [("nothing", FileNotFoundError), ("a/b", NotADirectoryError), ("x" * 256, OSError)],
 )
-def test_opening_raises_what_the_user_would_get(
+def test_opening_a_missing_or_invalid_path_raises_the_users_error(
     shared: Path, me: User, path: str, error: type[OSError]
 ) -> None:
     (shared / "a").write_bytes(b"1")

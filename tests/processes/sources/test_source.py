@@ -61,7 +61,7 @@ def on_disk(monkeypatch: Patch) -> None:
         (-9000.5, -9000.5, 0.0),
     ],
 )
-def test_copy_starts_only_when_a_later_change_would_show(
+def test_copy_starts_only_when_a_later_change_would_show_in_mtime_or_ctime(
     make_image: Callable[..., SourceImage], mtime: float, ctime: float, seconds: float
 ) -> None:
     times = {"mtime_ns": int((NOW + mtime) * SECOND), "ctime_ns": int((NOW + ctime) * SECOND)}
@@ -70,7 +70,7 @@ def test_copy_starts_only_when_a_later_change_would_show(
 
 # Major 0 is no disk of this node: a network file system, or a tmpfs.
 @pytest.mark.parametrize(("device", "past"), [(254, True), (0, False)])
-def test_sources_page_cache_is_passed_where_that_is_a_gain(
+def test_source_is_opened_with_direct_io_only_on_a_block_device(
     shared: Path, look: Look, monkeypatch: Patch, device: int, past: bool
 ) -> None:
     (shared / "a").write_bytes(b"12345")
@@ -86,7 +86,7 @@ def test_sources_page_cache_is_passed_where_that_is_a_gain(
     opened.close()
 
 
-def test_source_that_changed_since_the_look_is_not_read(shared: Path, look: Look) -> None:
+def test_source_that_changed_since_it_was_inspected_is_declined(shared: Path, look: Look) -> None:
     (shared / "a").write_bytes(b"12345")
     opened = look(shared / "a")
     (shared / "a").write_bytes(b"123")
@@ -97,7 +97,7 @@ def test_source_that_changed_since_the_look_is_not_read(shared: Path, look: Look
     opened.close()
 
 
-def test_source_that_gives_an_error_is_no_fault_of_the_node(
+def test_error_of_the_source_raises_source_unreadable(
     shared: Path, look: Look, monkeypatch: Patch
 ) -> None:
     (shared / "a").write_bytes(b"12345")
@@ -117,7 +117,7 @@ def test_source_that_gives_an_error_is_no_fault_of_the_node(
     opened.close()
 
 
-def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> None:
+def test_changed_inode_with_equal_size_and_times_is_explained_as_unstable_inode_numbers() -> None:
     was = FileIdentity("/a", 1, 2, 3, 4)
     assert "inode number" in source.explain_difference(was, msgspec.structs.replace(was, inode=9))
     for field in ("size", "mtime_ns", "ctime_ns"):
@@ -125,7 +125,7 @@ def test_file_system_with_a_new_inode_at_each_look_is_named_as_the_cause() -> No
         assert source.explain_difference(was, other) == ""
 
 
-def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
+def test_direct_descriptor_of_a_source_is_the_same_open_file_though_the_path_changed(
     shared: Path, look: Look, on_disk: None
 ) -> None:
     folder = shared / "folder"
@@ -146,7 +146,7 @@ def test_source_is_opened_past_the_cache_once_more_and_it_is_the_same_file(
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES, errno.ESTALE])
-def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
+def test_source_that_cannot_be_opened_with_direct_io_is_read_through_the_page_cache(
     shared: Path, look: Look, on_disk: None, monkeypatch: Patch, number: int
 ) -> None:
     (shared / "a").write_bytes(b"12345")
@@ -172,7 +172,7 @@ def test_source_that_cannot_be_read_past_the_cache_is_read_through_it(
         ("/lustre/hers/a.sqsh", None),  # hangs as its user likes, and would keep root's process
     ],
 )
-def test_server_of_a_path_is_asked_if_root_has_mounted_it(
+def test_file_server_of_a_path_is_probed_only_if_root_mounted_it(
     node: Node, monkeypatch: Patch, path: str, asked: str | None
 ) -> None:
     table = [

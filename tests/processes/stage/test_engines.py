@@ -41,7 +41,7 @@ def bring(engine: Engine, source: int, part: Part) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_copy_has_all_bytes_and_a_complete_map(
+def test_engine_copies_all_bytes_and_writes_a_complete_map(
     engine: Engine, source: int, part: Part, size: int
 ) -> None:
     data = os.urandom(size)
@@ -53,14 +53,14 @@ def test_copy_has_all_bytes_and_a_complete_map(
     assert digest.split_map(part.digests()) == sums
 
 
-def test_holes_and_zeros_are_bytes_too(engine: Engine, source: int, part: Part) -> None:
+def test_engine_copies_holes_as_zero_bytes(engine: Engine, source: int, part: Part) -> None:
     os.pwrite(source, b"start", 0)
     os.pwrite(source, b"end", 3 << 20)
     bring(engine, source, part)
     assert part.image.read_bytes() == b"start" + bytes((3 << 20) - 5) + b"end"
 
 
-def test_open_file_is_copied_whatever_its_name_has_become(
+def test_engine_copies_the_open_file_though_its_path_was_replaced(
     tmp_path: Path, engine: Engine, source: int, part: Part
 ) -> None:
     os.write(source, b"right")
@@ -70,7 +70,9 @@ def test_open_file_is_copied_whatever_its_name_has_become(
     assert part.image.read_bytes() == b"right"
 
 
-def test_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part) -> None:
+def test_engine_writes_into_the_reserved_file_and_creates_no_other(
+    engine: Engine, source: int, part: Part
+) -> None:
     """A new file in its place would need the space twice, and lose the reservation."""
     os.write(source, b"right")
     engine.reserve(of(source), part)
@@ -81,7 +83,7 @@ def test_reserved_file_itself_is_filled(engine: Engine, source: int, part: Part)
     assert sorted(os.listdir(part.directory)) == ["image", "map", "spare"]
 
 
-def test_copy_that_is_to_stop_says_so_and_what_is_in_stays(
+def test_stopped_engine_raises_copy_stopped_and_the_copy_can_be_resumed(
     engine: Engine, source: int, part: Part
 ) -> None:
     os.write(source, b"x" * 100)
@@ -98,7 +100,7 @@ DATA = os.urandom(3 * CHUNK + 11)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 500_000, CHUNK])
-def test_killed_rsyncs_wrong_bytes_are_found_and_copied_again(
+def test_wrong_bytes_of_a_killed_rsync_are_copied_again(
     source: int, part: Part, wrong: int
 ) -> None:
     os.write(source, DATA)
@@ -129,7 +131,7 @@ class Door:
     ("bandwidth", "argument"),
     [(None, "0"), (1, "1"), (1024, "1"), (1025, "2"), (500 << 20, "512000")],
 )
-def test_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
+def test_bandwidth_limit_is_passed_to_rsync_in_kib_rounded_up(
     monkeypatch: Patch, source: int, part: Part, bandwidth: int | None, argument: str
 ) -> None:
     door = Door(monkeypatch)
@@ -144,7 +146,7 @@ def test_bandwidth_is_told_to_rsync_in_its_own_unit_and_never_as_no_limit(
     ("there", "option", "other"),
     [(b"", "--whole-file", "--append-verify"), (b"x", "--append-verify", "--whole-file")],
 )
-def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
+def test_rsync_copies_whole_or_resumes_and_gets_only_the_open_descriptor(
     monkeypatch: Patch, source: int, part: Part, there: bytes, option: str, other: str
 ) -> None:
     door = Door(monkeypatch)
@@ -159,7 +161,7 @@ def test_rsync_begins_or_resumes_and_gets_the_open_file_only(
     assert door.fds == [source]
 
 
-def test_rsyncs_own_failure_is_explained_and_makes_no_map(
+def test_failed_rsync_raises_its_exit_status_and_message_and_writes_no_map(
     monkeypatch: Patch, source: int, part: Part
 ) -> None:
     Door(monkeypatch, code=23)
@@ -170,7 +172,7 @@ def test_rsyncs_own_failure_is_explained_and_makes_no_map(
     assert part.digests() == b""
 
 
-def test_rsync_that_is_not_installed_is_explained(
+def test_missing_rsync_raises_an_error_that_says_not_installed(
     tmp_path: Path, source: int, part: Part, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(run, "PATH", str(tmp_path))
@@ -184,14 +186,14 @@ def test_rsync_that_is_not_installed_is_explained(
     ("cores", "threads", "expected"),
     [(1, None, 4), (2, None, 4), (3, None, 6), (64, None, 8), (None, None, 4), (64, 1, 1)],
 )
-def test_threads_follow_the_cores_unless_the_admin_says_so(
+def test_copy_threads_follow_the_number_of_cores_unless_configured(
     monkeypatch: Patch, cores: int | None, threads: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert engines.derive_tuning(Config(threads=threads), CHUNK).threads == expected
 
 
-def test_configuration_is_what_the_engine_gets() -> None:
+def test_engine_and_its_tuning_follow_the_configuration() -> None:
     asked = Config(threads=3, chunk_size=CHUNK, bandwidth=7)
     assert engines.derive_tuning(asked, CHUNK) == CopyTuning(threads=3, chunk=CHUNK, bandwidth=7)
     assert isinstance(engines.choose_engine(Config(), CHUNK), ChunkEngine)

@@ -111,7 +111,7 @@ def after_copy(task: CopyTask, monkeypatch: Patch) -> AfterCopy:
     return adding
 
 
-def test_copy_that_took_a_map_over_is_named_for_the_next_one(
+def test_published_copy_with_an_inherited_hot_map_is_added_to_the_hot_index(
     task: CopyTask, after_copy: AfterCopy
 ) -> None:
     cache = task.node.cache
@@ -128,7 +128,7 @@ def test_copy_that_took_a_map_over_is_named_for_the_next_one(
     assert msgspec.json.decode(index.read_bytes()) == [task.key]
 
 
-def test_entry_has_the_bytes_their_map_and_their_digest(task: CopyTask) -> None:
+def test_published_entry_has_the_sources_bytes_their_map_and_their_digest(task: CopyTask) -> None:
     cache = task.node.cache
     run(task)
     entry = cache.find(task.image)
@@ -145,7 +145,7 @@ def test_entry_has_the_bytes_their_map_and_their_digest(task: CopyTask) -> None:
 
 
 @pytest.mark.parametrize(("job", "makes_way"), [(0, False), (7, True)])
-def test_copy_makes_way_at_first_for_a_job_alone(
+def test_copy_for_a_job_is_read_gently_at_first_but_not_a_copy_without_a_job(
     task: CopyTask, monkeypatch: Patch, job: int, makes_way: bool
 ) -> None:
     """With `forestage stage`, none is about to start. What is read gently shows no rate."""
@@ -155,7 +155,9 @@ def test_copy_makes_way_at_first_for_a_job_alone(
     assert (run(task).rate == 0.0) is makes_way
 
 
-def test_copy_makes_no_way_for_a_step_that_waits_for_it(task: CopyTask, monkeypatch: Patch) -> None:
+def test_copy_that_a_step_waits_for_is_read_at_full_speed(
+    task: CopyTask, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(chunks, "EARLY", 3600.0)
     monkeypatch.setattr(Part, "is_waited_for", lambda part, now: True)
     assert run(configured(task, redirect="spank", cold="through")).rate > 0.0
@@ -198,9 +200,7 @@ def test_copy_belongs_to_the_owner_of_its_source(
     assert (copied.st_uid, copied.st_gid) == (65534, 65533)
 
 
-def test_rights_that_the_cache_cannot_hold_prevent_publishing(
-    task: CopyTask, monkeypatch: Patch
-) -> None:
+def test_copy_whose_acl_cannot_be_set_is_not_published(task: CopyTask, monkeypatch: Patch) -> None:
     """Without its ACL the mode's group bits would let others in."""
     access = msgspec.structs.replace(task.image.access, acl=b"acl")
     opened = msgspec.structs.replace(
@@ -293,7 +293,7 @@ def test_source_that_changes_during_the_copy_is_never_published(
 
 
 @pytest.mark.parametrize("change", [_write, _append, _chmod, _touch])
-def test_change_of_the_open_file_is_seen_though_the_path_leads_to_a_twin(
+def test_change_of_the_open_file_is_detected_though_the_path_looks_unchanged(
     task: CopyTask, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
@@ -319,7 +319,7 @@ class Opening(Clock):
         self.opened.append(self.file.open("r+b"))
 
 
-def test_writer_is_asked_for_only_once_a_change_would_show(
+def test_source_is_checked_for_writers_only_after_a_change_would_show_in_its_times(
     task: CopyTask, source: Path, after_copy: AfterCopy
 ) -> None:
     """What they then write may have the very times that are known already."""
@@ -330,7 +330,7 @@ def test_writer_is_asked_for_only_once_a_change_would_show(
     clock.opened[0].close()
 
 
-def test_writer_that_came_during_the_copy_prevents_publishing(
+def test_writer_that_opens_the_source_during_the_copy_prevents_publishing(
     task: CopyTask, source: Path, after_copy: AfterCopy
 ) -> None:
     """Their stores through a mapping may show in no time that is still to come."""
@@ -340,7 +340,7 @@ def test_writer_that_came_during_the_copy_prevents_publishing(
     opened[0].close()
 
 
-def test_writer_is_looked_for_in_all_processes_where_leases_prove_nothing(
+def test_writer_is_searched_in_all_processes_if_file_leases_are_inconclusive(
     task: CopyTask, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(writers, "has_writer_by_lease", lambda _: False)
@@ -395,7 +395,7 @@ def test_killed_copy_is_resumed_from_its_map(task: CopyTask, owners: dict[str, P
 
 
 @pytest.mark.parametrize("since", [0.0, 1_700_000_000.0])
-def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_of_the_job_that_goes_on(
+def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_when_a_job_resumes_it(
     task: CopyTask, since: float
 ) -> None:
     leave_part(task, expected=since)
@@ -403,7 +403,7 @@ def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_of_the_job_that_
     assert (done.expected, done.ahead) == (since, done.resumed if since else 0)
 
 
-def test_copy_for_pending_jobs_says_since_when_they_wait(task: CopyTask) -> None:
+def test_copy_for_pending_jobs_reports_since_when_the_jobs_wait(task: CopyTask) -> None:
     leave_part(task, expected=1.0)
     pending = msgspec.structs.replace(task.job, expected=2.0)
     done = run(msgspec.structs.replace(task, job=pending))
@@ -414,7 +414,7 @@ def test_copy_for_pending_jobs_says_since_when_they_wait(task: CopyTask) -> None
     "changes",
     [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
 )
-def test_part_of_another_copy_is_begun_anew(
+def test_part_of_another_boot_chunk_size_engine_or_image_is_not_resumed(
     task: CopyTask, make_image: Callable[..., image.SourceImage], changes: dict[str, object] | None
 ) -> None:
     """Its bytes have the digests of its map, so that only its owner tells."""
@@ -427,7 +427,7 @@ def test_part_of_another_copy_is_begun_anew(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-def test_stager_claims_the_part_before_anything_else(
+def test_stager_records_itself_in_the_part_before_it_copies(
     task: CopyTask, owners: dict[str, PartRecord]
 ) -> None:
     run(task)
@@ -437,7 +437,7 @@ def test_stager_claims_the_part_before_anything_else(
     assert 0 < owner.since <= task.node.clock.monotonic()
 
 
-def test_stopped_copy_in_the_queue_copies_nothing(task: CopyTask) -> None:
+def test_copy_stopped_in_the_queue_creates_no_image_file(task: CopyTask) -> None:
     other = task.node.cache.part("other")
     other.write_owner(msgspec.structs.replace(pipeline.claim_part(task), since=1.0))
     stop = threading.Event()
@@ -447,7 +447,9 @@ def test_stopped_copy_in_the_queue_copies_nothing(task: CopyTask) -> None:
     assert not task.part.image.exists()
 
 
-def test_source_settles_before_it_is_opened(task: CopyTask, monkeypatch: Patch) -> None:
+def test_copy_waits_for_the_source_to_settle_before_opening_it(
+    task: CopyTask, monkeypatch: Patch
+) -> None:
     done: list[object] = []
     open_source = stage_source.open_source
 
@@ -475,7 +477,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
     return asked
 
 
-def test_space_that_others_took_meanwhile_is_looked_for_once_more(
+def test_copy_evicts_once_more_if_reserved_space_was_taken_meanwhile(
     task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
     real = allocation.allocate_space
@@ -491,7 +493,7 @@ def test_space_that_others_took_meanwhile_is_looked_for_once_more(
     assert rooms == [NEEDED] * 2
 
 
-def test_resumed_copy_asks_only_for_the_space_that_is_missing(
+def test_resumed_copy_makes_room_only_for_the_missing_bytes(
     task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
     """Of an image that takes half of the disk, another half would not be free."""
@@ -504,7 +506,7 @@ def test_resumed_copy_asks_only_for_the_space_that_is_missing(
     assert rooms == [NEEDED, 0]
 
 
-def test_room_is_looked_for_before_anything_that_grows_with_the_size(
+def test_copy_makes_room_before_any_work_that_grows_with_the_image_size(
     task: CopyTask, monkeypatch: Patch
 ) -> None:
     phases: list[str | None] = []
@@ -520,7 +522,7 @@ def test_room_is_looked_for_before_anything_that_grows_with_the_size(
     assert phases == ["queued"]
 
 
-def test_damaged_entry_of_the_key_is_replaced(
+def test_damaged_entry_is_replaced_by_a_new_copy_of_its_key(
     task: CopyTask, publish: Callable[[image.SourceImage], Entry]
 ) -> None:
     publish(task.image)
@@ -529,7 +531,9 @@ def test_damaged_entry_of_the_key_is_replaced(
     assert task.node.cache.image(task.key).read_bytes() == CONTENT
 
 
-def test_progress_counts_what_this_copy_did(task: CopyTask, monkeypatch: Patch) -> None:
+def test_progress_line_computes_the_rate_without_resumed_bytes(
+    task: CopyTask, monkeypatch: Patch
+) -> None:
     owner = msgspec.structs.replace(
         pipeline.claim_part(task), phase="copying", began=10.0, resumed=CHUNK
     )
@@ -558,7 +562,7 @@ def test_long_copy_logs_its_progress_until_it_ends(
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_copy_that_stands_still_is_logged_ever_more_seldom() -> None:
+def test_progress_of_a_stalled_copy_is_logged_at_doubling_intervals() -> None:
     due = pipeline.ProgressThrottle()
     assert [due.now(copied) for copied in (0, 1, 2)] == [True] * 3
     looks = [due.now(3) for _ in range(100)]
@@ -567,7 +571,7 @@ def test_copy_that_stands_still_is_logged_ever_more_seldom() -> None:
     assert [due.now(4) for _ in range(3)] == [True, False, True]
 
 
-def test_progress_of_a_source_that_hangs_is_not_logged_each_time(
+def test_progress_of_a_copy_whose_source_hangs_is_not_logged_each_time(
     task: CopyTask, after_copy: AfterCopy, monkeypatch: Patch
 ) -> None:
     said: list[str] = []

@@ -65,7 +65,7 @@ def shown(task: CopyTask) -> Path:
     return task.node.cache.image(task.key)
 
 
-def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: CopyTask) -> None:
+def test_made_up_source_kind_is_copied_verified_and_found_as_a_hit(task: CopyTask) -> None:
     assert copy(task) == ("published", "")
     assert shown(task).read_bytes() == WHOLE
     assert shown(task).stat().st_mode & 0o777 == 0o640
@@ -77,7 +77,7 @@ def test_made_up_source_is_copied_proven_and_a_hit_from_then_on(task: CopyTask) 
     assert [one.result for one in done.verdicts] == ["ok"]
 
 
-def test_made_up_source_that_changes_meanwhile_is_not_published(
+def test_made_up_source_kind_that_changes_during_the_copy_is_not_published(
     task: CopyTask, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = counting.read

@@ -100,7 +100,7 @@ def io(number: int) -> OSError:
         (io(errno.EROFS), "io", True),
     ],
 )
-def test_failed_copy_has_its_message_its_event_and_its_line(
+def test_failed_copy_sends_a_message_and_records_an_event_and_a_log_line(
     task: CopyTask, monkeypatch: Patch, said: Said, error: Exception, reason: str, node_failed: bool
 ) -> None:
     fail_with(error, monkeypatch)
@@ -116,7 +116,7 @@ def test_failed_copy_has_its_message_its_event_and_its_line(
     assert f"reason={reason}" in line
 
 
-def test_published_copy_has_its_event_and_its_line(task: CopyTask, said: Said) -> None:
+def test_published_copy_records_an_event_and_a_log_line(task: CopyTask, said: Said) -> None:
     """The hook that asked may be long gone."""
     assert messages(task) == [StartReport("published")]
     (event,) = events.read(task.node.places.events)
@@ -142,7 +142,7 @@ def test_published_copy_has_its_event_and_its_line(task: CopyTask, said: Said) -
         (io(errno.ENOSPC), True, False),
     ],
 )
-def test_failed_copy_leaves_only_what_can_be_resumed(
+def test_part_of_a_failed_copy_is_kept_only_if_the_copy_can_be_resumed(
     task: CopyTask, monkeypatch: Patch, error: Exception, one_chunk: bool, kept: bool
 ) -> None:
     def half(task: CopyTask, *_: object) -> None:
@@ -155,7 +155,7 @@ def test_failed_copy_leaves_only_what_can_be_resumed(
     assert task.part.directory.exists() is kept
 
 
-def test_entry_that_another_stager_has_just_published_is_found(
+def test_stager_finds_an_entry_that_another_stager_has_just_published(
     task: CopyTask, publish: Callable[[SourceImage], object], said: Said
 ) -> None:
     publish(task.image)
@@ -164,7 +164,7 @@ def test_entry_that_another_stager_has_just_published_is_found(
     assert said() == []
 
 
-def test_event_that_cannot_be_written_changes_no_message(
+def test_stager_reports_the_copys_error_though_its_event_cannot_be_written(
     task: CopyTask, monkeypatch: Patch, said: Said
 ) -> None:
     """A bug instead would count as three killed copies, and as a failure of the node."""
@@ -179,7 +179,7 @@ def test_event_that_cannot_be_written_changes_no_message(
     assert "result=unrecorded" in said()[-1]
 
 
-def test_stager_leaves_the_hooks_session_output_and_locks(
+def test_stager_leaves_the_hooks_session_output_and_locks_before_its_first_message(
     tmp_path: Path, task: CopyTask, monkeypatch: Patch
 ) -> None:
     """Before its first word: the hook goes on then, and Slurm may kill the hook's session."""
@@ -215,7 +215,7 @@ def test_stager_leaves_the_hooks_session_output_and_locks(
     }
 
 
-def test_key_that_has_a_stager_gets_no_second_one(task: CopyTask) -> None:
+def test_second_stager_of_a_key_reports_busy_and_copies_nothing(task: CopyTask) -> None:
     with lock.held(task.node.cache.key_lock(task.key), 0):
         assert messages(task) == [StartReport("busy")]
     assert not list(task.node.cache.parts.iterdir())
@@ -266,7 +266,7 @@ PHASES = {
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("wait", [hang, spin])
-def test_stager_ends_on_sigterm_whatever_it_is_at(
+def test_stager_ends_on_sigterm_in_every_phase_of_a_copy(
     tmp_path: Path, task: CopyTask, monkeypatch: Patch, phase: str, wait: Callable[[], None]
 ) -> None:
     here = tmp_path / "here"
@@ -289,7 +289,7 @@ def test_stager_ends_on_sigterm_whatever_it_is_at(
     assert is_over or (owner is not None and owner.stopped)
 
 
-def test_stager_that_waits_for_its_turn_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
+def test_queued_stager_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
     monkeypatch.setattr(queue, "_choose_turn_now", lambda *_: "wait")
     with stager.start_stager(task) as channel:
         until(lambda: task.part.owner() is not None, "the stager to be in the queue")
@@ -307,7 +307,7 @@ class SignalledEvent(threading.Event):
         super().set()
 
 
-def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
+def test_stager_ends_on_a_second_sigterm_while_the_first_is_handled(
     task: CopyTask, monkeypatch: Patch
 ) -> None:
     def wait(_node: Node, _key: str, _owner: PartRecord, stop: threading.Event) -> PartRecord:
@@ -325,7 +325,7 @@ def test_stager_that_is_sent_a_second_sigterm_while_it_notes_the_first_ends(
             os.kill(channel.pid, signal.SIGKILL)
 
 
-def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr(
+def test_error_of_a_stager_that_still_shares_the_hooks_stderr_is_only_logged(
     task: CopyTask, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: CopyTask) -> CopyTask:
@@ -339,7 +339,7 @@ def test_error_of_a_stager_that_has_not_left_its_hook_is_not_on_the_hooks_stderr
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_thread_of_a_copy_died_of_is_logged(
+def test_exception_in_a_copy_thread_is_logged(
     task: CopyTask, said: Said, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def die(*_: object) -> None:

@@ -91,7 +91,7 @@ def copies(tmp_path: Path, monkeypatch: Patch) -> Copies:
     return made
 
 
-def test_hit_starts_no_process_and_needs_no_time(
+def test_wait_for_an_entry_in_the_cache_is_a_hit_without_fork_or_wait(
     obtain: Obtain, opened: OpenImage, publish: Callable[[SourceImage], Entry], monkeypatch: Patch
 ) -> None:
     publish(opened.image)
@@ -123,7 +123,7 @@ def test_hook_that_waits_for_another_hooks_copy_joins_it(
     assert (len(pauses), copies.count) == (3, 0)
 
 
-def test_entry_that_was_published_since_the_hook_looked_is_joined(
+def test_entry_published_since_the_hook_searched_the_cache_is_joined(
     obtain: Obtain, copies: Copies, monkeypatch: Patch
 ) -> None:
     obtain()
@@ -140,7 +140,7 @@ def test_entry_that_was_published_since_the_hook_looked_is_joined(
     assert copies.count == 1
 
 
-def test_copy_that_does_not_end_is_waited_for_until_the_deadline(
+def test_hook_waits_for_a_copy_until_the_deadline_and_is_declined(
     cache: Cache, opened: OpenImage, obtain: Obtain
 ) -> None:
     with lock.held(cache.key_lock(opened.image.key), 0), pytest.raises(Declined) as caught:
@@ -148,7 +148,7 @@ def test_copy_that_does_not_end_is_waited_for_until_the_deadline(
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("deadline", False)
 
 
-def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
+def test_killed_stager_whose_lock_is_freed_late_counts_as_one_failed_try(
     opened: OpenImage, obtain: Obtain, publish: Callable[[SourceImage], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its socket first: the next stager may find the key still taken, and go."""
@@ -174,7 +174,7 @@ def test_killed_stager_whose_lock_is_not_free_at_once_counts_once(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
-def test_bug_in_the_stager_is_our_failure_and_publishes_nothing(
+def test_bug_in_the_stager_fails_the_hook_and_publishes_no_entry(
     cache: Cache, obtain: Obtain, copies: Copies, error: BaseException
 ) -> None:
     copies.raise_error(error)
@@ -244,7 +244,7 @@ SIZE = 1000
         pytest.param(1.0, {"boot": "older"}, {}, False, id="nobody is ahead"),
     ],
 )
-def test_job_does_not_wait_for_a_place_that_is_free_too_late(
+def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
     staging_node: Node,
     make_image: Make,
     monkeypatch: Patch,
@@ -297,7 +297,7 @@ def living(monkeypatch: Patch) -> None:
         pytest.param(1, {"phase": "queued"}, 0.0, True, id="queued, no time left"),
     ],
 )
-def test_job_stops_waiting_for_what_cannot_come_in_time(
+def test_job_stops_waiting_for_a_copy_that_would_miss_the_deadline(
     staging_node: Node,
     make_image: Make,
     there: int,
@@ -315,7 +315,7 @@ def test_job_stops_waiting_for_what_cannot_come_in_time(
 @pytest.mark.parametrize(
     ("leased", "left", "hopeless"), [(True, 1.0, False), (True, 0.0, True), (False, 1.0, True)]
 )
-def test_job_does_not_judge_by_a_copy_that_ends_for_it(
+def test_job_waits_though_an_expected_copy_that_yields_to_its_lease_is_slow(
     staging_node: Node, make_image: Make, leased: bool, left: float, hopeless: bool
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
@@ -335,7 +335,7 @@ def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
 
 
 @pytest.mark.usefixtures("living")
-def test_summary_says_how_far_the_copy_is_and_how_long_it_takes(
+def test_summary_of_a_copy_has_the_bytes_copied_and_the_time_left(
     staging_node: Node, make_image: Make
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
@@ -347,7 +347,7 @@ def test_summary_says_how_far_the_copy_is_and_how_long_it_takes(
     assert eta.summary() == ("200 B of 1000 B of /lustre/a.sqsh are here, the rest takes 40s more")
 
 
-def test_wait_ends_at_the_deadline_whatever_the_pauses(
+def test_wait_for_a_copy_ends_exactly_at_the_deadline_with_bounded_pauses(
     staging_node: Node, asking: Job, opened: OpenImage, monkeypatch: Patch
 ) -> None:
     clock = ManualClock()
@@ -367,7 +367,7 @@ def test_wait_ends_at_the_deadline_whatever_the_pauses(
     assert max(pauses) <= wait.LONGEST_PAUSE
 
 
-def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
+def test_resumed_copy_is_not_estimated_by_the_rate_of_the_killed_copy(
     cache: Cache, opened: OpenImage, staging_node: Node, asking: Job, copies: Copies
 ) -> None:
     """`started` is said before the claim: the hook sees half of it done in the last hour."""
@@ -383,7 +383,9 @@ def test_resumed_copy_is_not_judged_by_the_rate_of_the_one_that_was_killed(
 
 
 @pytest.mark.usefixtures("living")
-def test_progress_says_how_far_and_about_how_long(staging_node: Node, make_image: Make) -> None:
+def test_wait_progress_message_has_the_percentage_and_the_time_left(
+    staging_node: Node, make_image: Make
+) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     heard: list[str] = []

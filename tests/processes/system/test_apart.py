@@ -41,7 +41,7 @@ HOST = "readlink /proc/self | cat"
 """The number of a process in here, as the node has it."""
 
 
-def test_init_is_roots_and_the_program_the_users() -> None:
+def test_init_of_a_users_pid_namespace_is_roots_and_its_program_the_users() -> None:
     program = started(f"{HOST}; read end")
     said(program)
     (pid,) = children(program.pid)
@@ -73,7 +73,7 @@ LEFT = "setsid sleep 4247 </dev/null >/dev/null 2>&1 & "
 
 
 @pytest.mark.parametrize("how", ["killed", "by itself", "by a signal"])
-def test_all_ends_with_the_init_and_the_init_with_the_program(how: str) -> None:
+def test_killing_the_namespaces_init_or_ending_its_program_ends_all_its_processes(how: str) -> None:
     end = {
         "killed": "read end",
         "by itself": "read end; exit 7",
@@ -93,7 +93,7 @@ def test_all_ends_with_the_init_and_the_init_with_the_program(how: str) -> None:
     assert program.code == {"killed": -9, "by itself": 7, "by a signal": 128 + 15}[how]
 
 
-def test_all_ends_with_the_process_that_started_it() -> None:
+def test_processes_of_a_pid_namespace_end_with_the_process_that_started_it() -> None:
     script = """
 import os, sys
 from forestage.system import run
@@ -117,7 +117,7 @@ def filtering(script: str) -> run.FilterProcess:
         return run.start_filter(CAROL, ("sh", "-p", "-c", script), source)
 
 
-def test_filter_has_its_users_rights_and_they_can_neither_trace_it_nor_read_its_memory() -> None:
+def test_filter_program_has_the_users_rights_but_the_user_can_neither_trace_nor_read_it() -> None:
     """Outside of a step's cgroups it would be any program of theirs."""
     program = filtering(f"{HOST}; exec sleep 4250")
     os.read(program.out, 20)
@@ -145,14 +145,14 @@ def pgrep(argv: str) -> list[int]:
     return list(map(int, ran.stdout.split()))
 
 
-def test_all_that_a_filter_started_ends_with_it() -> None:
+def test_processes_started_by_a_filter_program_end_with_the_filter_program() -> None:
     program = filtering("setsid sleep 4251 </dev/null >/dev/null 2>&1 & sleep 0; echo it")
     os.read(program.out, 3)
     assert program.wait() == 0
     assert pgrep("sleep 4251") == []
 
 
-def test_init_reaps_what_others_leave() -> None:
+def test_init_of_a_pid_namespace_reaps_orphaned_processes() -> None:
     program = started(f"(sh -c 'exit 0' & ) ; {HOST}; read end")
     said(program)
     until(lambda: len(children(program.pid)) == 1, "only the program")
@@ -160,7 +160,7 @@ def test_init_reaps_what_others_leave() -> None:
     assert program.wait(60)
 
 
-def test_further_children_of_who_started_it_are_in_its_own_namespace() -> None:
+def test_starting_a_pid_namespace_does_not_change_the_namespace_of_later_children() -> None:
     before = os.readlink("/proc/self/ns/pid_for_children")
     program = started("read end")
     assert os.readlink("/proc/self/ns/pid_for_children") == before
@@ -168,7 +168,7 @@ def test_further_children_of_who_started_it_are_in_its_own_namespace() -> None:
     assert program.wait(60)
 
 
-def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> None:
+def test_program_that_cannot_enter_its_cgroup_is_not_started(tmp_path: Path) -> None:
     def enter() -> None:
         raise OSError("it is gone")
 
@@ -177,7 +177,7 @@ def test_program_that_cannot_enter_a_cgroup_does_not_begin(tmp_path: Path) -> No
     assert not (tmp_path / "it").exists()
 
 
-def test_signal_for_the_others_reaches_neither_the_sender_nor_who_is_outside() -> None:
+def test_signal_other_processes_reaches_neither_its_sender_nor_processes_outside() -> None:
     """As a worker does: what it has started is alone with it."""
     script = """
 import signal, subprocess, sys

@@ -31,7 +31,7 @@ class Facts(msgspec.Struct):
     groups: list[int]
 
 
-def test_child_answers_with_a_value_and_open_files(tmp_path: Path) -> None:
+def test_run_in_child_returns_a_value_and_open_descriptors(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
 
     def work() -> as_user.ChildResult[str]:
@@ -56,7 +56,7 @@ def test_child_has_only_the_effective_ids_and_groups_of_the_user(as_root: None) 
     assert facts.groups == [65533]
 
 
-def test_groups_of_the_user_are_those_of_the_name(
+def test_child_has_the_groups_that_the_name_service_lists_for_the_user(
     as_root: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, len(name)])
@@ -68,7 +68,7 @@ def test_groups_of_the_user_are_those_of_the_name(
     assert sorted(as_user.run_in_child(work, list[int], TIMEOUT)[0]) == [5, 65533]
 
 
-def test_groups_that_slurm_gave_a_step_are_not_looked_up(
+def test_child_of_a_step_has_slurms_groups_without_querying_the_name_service(
     as_root: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node may not know them, and a name service may take seconds for each question."""
@@ -82,7 +82,7 @@ def test_groups_that_slurm_gave_a_step_are_not_looked_up(
     assert sorted(as_user.run_in_child(work, list[int], TIMEOUT)[0]) == [31000, 65533]
 
 
-def test_name_service_is_asked_once_for_what_all_children_need(
+def test_name_service_is_queried_once_for_a_hook_and_all_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each answer may take a second, and a stager has a dozen children."""
@@ -108,7 +108,9 @@ def test_name_service_is_asked_once_for_what_all_children_need(
     assert as_user.query_name_service(stranger, TIMEOUT) == User("", 4_000_000_000, 7, (7,), "")
 
 
-def test_name_service_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_name_service_is_declined_with_reason_slow_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: signal.pause())
     with pytest.raises(Declined) as caught:
         as_user.query_name_service(User("root", 0, 0), 0.3)
@@ -129,11 +131,11 @@ def test_name_service_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_user_is_named_with_the_groups_that_were_tried(user: User, said: str) -> None:
+def test_text_of_a_user_names_the_groups_that_were_tried(user: User, said: str) -> None:
     assert str(user) == said
 
 
-def test_hook_stays_what_it_was(as_root: None) -> None:
+def test_run_in_child_keeps_the_hooks_ids_and_groups(as_root: None) -> None:
     before = os.getresuid(), os.getresgid(), os.getgroups()
 
     def work() -> as_user.ChildResult[None]:
@@ -144,7 +146,7 @@ def test_hook_stays_what_it_was(as_root: None) -> None:
     assert (os.getresuid(), os.getresgid(), os.getgroups()) == before
 
 
-def test_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
+def test_os_error_in_the_child_is_raised_in_the_parent(tmp_path: Path) -> None:
     def work() -> as_user.ChildResult[None]:
         os.open(tmp_path / "nothing", os.O_RDONLY)
         return None, []
@@ -155,7 +157,7 @@ def test_error_of_the_child_is_raised_here(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "nothing")
 
 
-def test_long_answer_arrives_whole(tmp_path: Path) -> None:
+def test_answer_of_a_child_longer_than_one_read_is_received_whole(tmp_path: Path) -> None:
     """An ACL has up to 64 KiB, and more once it is written as JSON; one read gets less."""
     long = "x" * 200_000
 
@@ -173,7 +175,7 @@ class Reached(msgspec.Struct):
 
 
 @pytest.mark.parametrize("squashed", [False, True])
-def test_path_is_reached_as_root_or_else_as_the_user(
+def test_path_is_opened_as_root_or_else_as_the_user(
     as_root: None, tmp_path: Path, squashed: bool
 ) -> None:
     """On a shared file system root may be nobody; what a user can see, he can be served."""
@@ -213,13 +215,13 @@ def _recurses() -> Any:
 
 
 @pytest.mark.parametrize("work", [_exits, _raises, _recurses])
-def test_child_that_dies_without_an_answer_is_our_failure(work: Any) -> None:
+def test_child_that_exits_without_an_answer_raises_failed(work: Any) -> None:
     with pytest.raises(Failed) as caught:
         as_user.run_in_child(work, type(None), TIMEOUT)
     assert caught.value.reason == "helper"
 
 
-def test_child_that_is_killed_is_tried_once_more(tmp_path: Path) -> None:
+def test_child_that_is_killed_is_retried_once(tmp_path: Path) -> None:
     """An epilog that ends all processes of a user meets a child with their ids as well."""
     here = os.open(tmp_path, os.O_RDONLY)
 
@@ -246,7 +248,9 @@ def _killed_at_first(place: Path) -> int:
 
 
 @pytest.mark.parametrize("tries", [1, 2])
-def test_child_that_is_always_killed_is_no_failure_of_the_node(tmp_path: Path, tries: int) -> None:
+def test_child_that_is_killed_at_each_try_raises_child_killed_and_not_failed(
+    tmp_path: Path, tries: int
+) -> None:
     here = os.open(tmp_path, os.O_RDONLY)
 
     def work() -> Any:
@@ -262,7 +266,7 @@ def test_child_that_is_always_killed_is_no_failure_of_the_node(tmp_path: Path, t
     os.close(here)
 
 
-def test_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
+def test_child_never_returns_into_the_hooks_code(tmp_path: Path) -> None:
     """If it did, two processes would go on with the hook."""
     here = os.getpid()
     try:
@@ -274,7 +278,7 @@ def test_child_never_comes_back_into_the_hooks_code(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [str(here)]
 
 
-def test_child_that_hangs_is_left_after_the_timeout_and_killed() -> None:
+def test_hanging_child_raises_child_timeout_and_is_killed() -> None:
     born: list[int] = []
     fork = os.fork
 
@@ -304,7 +308,7 @@ def _is_over(child: int) -> bool:
         return True
 
 
-def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> None:
+def test_child_has_no_open_output_or_locks_of_its_hook(tmp_path: Path) -> None:
     """slurmd waits for stdout; a flock is held as long as any process has the file open."""
     fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     kept = os.open(tmp_path / "kept", os.O_RDWR | os.O_CREAT)
@@ -329,7 +333,7 @@ def test_child_left_behind_holds_neither_output_nor_locks(tmp_path: Path) -> Non
     assert len([name for name in names if name.startswith("socket:")]) == 1
 
 
-def test_call_leaks_no_descriptor() -> None:
+def test_run_in_child_leaks_no_descriptor() -> None:
     gc.collect()  # what earlier tests left open must not be closed in between
     before = sorted(os.listdir("/proc/self/fd"))
     for work in (lambda: (None, []), _raises, lambda: time.sleep(30)):
@@ -338,7 +342,9 @@ def test_call_leaks_no_descriptor() -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_waits_for_a_child_does_something_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_function_is_called_while_the_parent_waits_for_a_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(as_user, "_IDLE", 0.01)
     there, here = os.pipe()
     calls: list[int] = []
@@ -360,7 +366,9 @@ def test_who_waits_for_a_child_does_something_meanwhile(monkeypatch: pytest.Monk
     os.close(here)
 
 
-def test_each_answers_for_itself(tmp_path: Path) -> None:
+def test_hanging_dead_or_failing_child_does_not_affect_the_answers_of_the_others(
+    tmp_path: Path,
+) -> None:
     """One that hangs, dies or fails is None, and keeps no other from its answer."""
 
     def hangs() -> int:
@@ -378,7 +386,9 @@ def test_each_answers_for_itself(tmp_path: Path) -> None:
     until(lambda: not children_left(), "the child that hung to die")
 
 
-def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -> None:
+def test_limited_number_of_children_run_at_once_and_none_starts_after_the_deadline(
+    tmp_path: Path,
+) -> None:
     def hangs(n: int) -> int:
         (tmp_path / str(n)).touch()
         while True:
@@ -392,7 +402,7 @@ def test_no_more_than_some_work_at_once_and_none_after_the_end(tmp_path: Path) -
     assert sorted(done) == [(number, None) for number in range(5)]
 
 
-def test_end_of_one_is_told_while_another_hangs(tmp_path: Path) -> None:
+def test_end_of_one_child_is_reported_while_another_still_runs(tmp_path: Path) -> None:
     def waits() -> int:
         while not (tmp_path / "go").exists():
             time.sleep(0.005)
@@ -407,7 +417,9 @@ def test_end_of_one_is_told_while_another_hangs(tmp_path: Path) -> None:
     assert done == [(1, 1), (0, 2)]
 
 
-def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_path: Path) -> None:
+def test_children_are_received_by_a_process_with_more_descriptors_than_select_supports(
+    tmp_path: Path,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     with contextlib.ExitStack() as stack:
@@ -420,14 +432,14 @@ def test_children_are_heard_by_a_process_with_more_files_than_select_takes(tmp_p
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0])
-def test_time_that_is_used_up_says_nothing_of_a_file_system(timeout: float) -> None:
+def test_child_with_no_time_left_is_declined_as_deadline_and_not_run(timeout: float) -> None:
     """Nobody was asked, so the source is not said to hang."""
     with pytest.raises(Declined) as caught:
         as_user.run_in_child(lambda: pytest.fail("it was asked"), type(None), timeout)
     assert caught.value.reason == "deadline"
 
 
-def test_healthy_file_system_answers_however_little_time_is_left(
+def test_child_that_answers_quickly_succeeds_though_almost_no_time_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(as_user, "_LEAST", TIMEOUT)

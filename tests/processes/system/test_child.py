@@ -10,7 +10,7 @@ from pathlib import Path
 from forestage.system import child
 
 
-def test_process_really_leaves_its_job(cgroup: Path) -> None:
+def test_leave_job_cgroups_moves_the_process_out_of_the_jobs_cgroup(cgroup: Path) -> None:
     gone, said = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -28,7 +28,7 @@ def test_process_really_leaves_its_job(cgroup: Path) -> None:
     os.close(gone)
 
 
-def test_children_that_have_ended_are_let_go_and_the_others_stay() -> None:
+def test_reap_ended_children_reaps_only_children_that_have_ended() -> None:
     script = """
 import os, subprocess
 from forestage.system import child

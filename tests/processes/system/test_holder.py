@@ -79,7 +79,7 @@ def channels() -> tuple[StartChannel, StartChannel]:
     return StartChannel(ours), StartChannel(theirs)
 
 
-def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
+def test_messages_of_a_holder_are_received_whole_in_order_and_then_its_death() -> None:
     sent = [StartReport("busy"), StartReport("failed", "no-room", "ü" * 2000, node_failed=True)]
     ours, theirs = channels()
     with ours:
@@ -91,14 +91,14 @@ def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
         assert [ours.recv(600), ours.recv(600)] == [StartReport("died")] * 2
 
 
-def test_message_to_a_hook_that_is_gone_is_no_error() -> None:
+def test_holder_can_send_to_a_hook_that_has_exited_without_an_error() -> None:
     ours, theirs = channels()
     ours.close()
     with theirs:
         theirs.send(StartReport("published"))
 
 
-def test_hook_goes_on_only_after_the_holder_has_left_its_session() -> None:
+def test_hook_continues_only_after_the_holder_has_left_its_session() -> None:
     """Slurm kills the hook's process group at its end, also of one that may not wait."""
 
     def work(hook: StartChannel) -> None:
@@ -115,7 +115,7 @@ def test_hook_goes_on_only_after_the_holder_has_left_its_session() -> None:
         ended(channel)
 
 
-def test_holder_keeps_nothing_of_the_hook_but_what_it_names(tmp_path: Path) -> None:
+def test_holder_keeps_only_the_named_descriptors_of_its_hook(tmp_path: Path) -> None:
     """slurmd waits for who has its hook's output; a copy of a lock's descriptor keeps the lock."""
     kept = os.open(tmp_path / "kept", os.O_CREAT | os.O_RDWR)
 
@@ -164,7 +164,7 @@ def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
         (SystemExit(0), "0"),
     ],
 )
-def test_error_that_ends_a_holder_is_told_and_logged(
+def test_error_that_ends_a_holder_is_sent_to_the_hook_and_logged(
     began: bool, error: BaseException, detail: str, said: Callable[[], str]
 ) -> None:
     here = os.getpid()
@@ -199,7 +199,7 @@ def killed(hook: StartChannel) -> None:
         (lambda hook: hook.send(StartReport("failed", "x", "a copy's")), "a copy's"),
     ],
 )
-def test_holder_that_cannot_be_asked_is_why_not(
+def test_holder_that_dies_or_fails_is_declined_with_its_error(
     work: Callable[[StartChannel], None], why: str
 ) -> None:
     with holder.start_daemon(LIFE, "it", work) as channel:
@@ -208,7 +208,7 @@ def test_holder_that_cannot_be_asked_is_why_not(
         ended(channel)
 
 
-def test_holder_that_says_nothing_is_not_waited_for() -> None:
+def test_holder_that_sends_no_message_is_declined_at_the_timeout() -> None:
     with holder.start_daemon(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
         with pytest.raises(Declined, match="does not answer"):
             channel.await_ready(0.05, "why")
@@ -217,7 +217,7 @@ def test_holder_that_says_nothing_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("state", "ready"), [("ready", True), ("busy", False)])
-def test_starter_hears_whether_it_or_another_holds_it(state: str, ready: bool) -> None:
+def test_await_ready_is_false_if_another_holder_is_already_running(state: str, ready: bool) -> None:
     def work(hook: StartChannel) -> None:
         hook.begin()
         hook.send(StartReport(state))  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def guest(path: str) -> socket.socket:
     return made
 
 
-def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) -> None:
+def test_socket_of_a_holder_has_mode_0600_and_replaces_an_older_file(path: str) -> None:
     Path(path).touch(0o666)
     with holder.listen_for_clients(Path(path)):
         assert Path(path).stat().st_mode & 0o777 == 0o600
@@ -257,11 +257,13 @@ def test_socket_is_roots_alone_and_takes_the_place_of_an_older_one(path: str) ->
     ("limit", "most"),
     [(resource.RLIM_INFINITY, 900), (1 << 20, 900), (1024, 900), (256, 132), (64, 32), (1, 1)],
 )
-def test_holder_keeps_descriptors_for_itself(limit: int, most: int) -> None:
+def test_client_limit_of_a_holder_leaves_descriptors_for_the_holder_itself(
+    limit: int, most: int
+) -> None:
     assert holder.max_client_count(limit) == most
 
 
-def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None:
+def test_clients_beyond_the_descriptor_limit_of_a_holder_are_queued_and_answered(path: str) -> None:
     listener = holder.listen_for_clients(Path(path))
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -291,7 +293,9 @@ def test_guests_beyond_the_processs_descriptors_stand_in_line(path: str) -> None
     listener.close()
 
 
-def test_each_guest_gets_its_answer_until_it_has_gone(guests: TaskConnections, path: str) -> None:
+def test_each_connected_client_gets_its_answer_until_its_connection_closes(
+    guests: TaskConnections, path: str
+) -> None:
     first, second = guest(path), guest(path)
     while len(guests.connections) < 2:
         guests.attend(None)
@@ -307,7 +311,7 @@ def test_each_guest_gets_its_answer_until_it_has_gone(guests: TaskConnections, p
     assert guests.connections == {}
 
 
-def test_more_guests_than_there_may_be_stand_in_line(
+def test_clients_above_the_maximum_are_accepted_after_another_disconnects(
     guests: TaskConnections, path: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(holder, "MOST", 1)
@@ -324,7 +328,7 @@ def test_more_guests_than_there_may_be_stand_in_line(
     thread.join()
 
 
-def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
+def test_client_connections_of_a_holder_are_non_blocking(path: str) -> None:
     blocking: list[bool] = []
     made = TaskConnections(
         holder.listen_for_clients(Path(path)), lambda one, _: blocking.append(one.getblocking())
@@ -337,7 +341,7 @@ def test_guest_that_reads_nothing_holds_up_no_other(path: str) -> None:
     assert blocking == [False]
 
 
-def test_descriptor_that_comes_with_a_request_is_dropped(
+def test_descriptor_sent_with_a_clients_request_is_closed(
     guests: TaskConnections, path: str
 ) -> None:
     """A companion of another build may send one."""
@@ -350,7 +354,7 @@ def test_descriptor_that_comes_with_a_request_is_dropped(
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_guest_that_comes_is_greeted(path: str) -> None:
+def test_new_client_is_sent_the_greeting(path: str) -> None:
     greeted = TaskConnections(
         holder.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
     )
@@ -360,7 +364,7 @@ def test_guest_that_comes_is_greeted(path: str) -> None:
     greeted.close()
 
 
-def test_what_else_is_there_to_read_is_told(guests: TaskConnections) -> None:
+def test_attend_returns_the_other_descriptors_that_are_readable(guests: TaskConnections) -> None:
     ours, theirs = os.pipe()
     silent, never = os.pipe()
     os.write(theirs, b"x")
@@ -370,7 +374,9 @@ def test_what_else_is_there_to_read_is_told(guests: TaskConnections) -> None:
         os.close(fd)
 
 
-def test_once_closed_it_takes_no_guests_but_goes_on(guests: TaskConnections, path: str) -> None:
+def test_closed_task_connections_refuse_new_clients_and_still_attend(
+    guests: TaskConnections, path: str
+) -> None:
     one = guest(path)
     guests.attend(None)
     guests.close()
@@ -391,7 +397,7 @@ signal.pause()
 """
 
 
-def test_holder_of_a_directory_is_ended_by_its_lock(tmp_path: Path) -> None:
+def test_stop_daemon_ends_the_process_that_holds_the_directorys_lock(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", HOLDS, os.fspath(tmp_path)])
@@ -405,7 +411,9 @@ def test_holder_of_a_directory_is_ended_by_its_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [None, "", f"{os.getpid()}", "not a number"])
-def test_what_a_dead_holder_left_ends_nobody(tmp_path: Path, left: str | None) -> None:
+def test_stop_daemon_kills_no_process_for_the_lock_file_of_a_dead_holder(
+    tmp_path: Path, left: str | None
+) -> None:
     if left is not None:
         (tmp_path / "held").write_text(left)
     holder.stop_daemon(tmp_path, 0.0)

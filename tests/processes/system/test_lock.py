@@ -27,7 +27,7 @@ def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             yield lock.held_for_work
 
 
-def test_lock_ends_with_a_killed_process(tmp_path: Path, hold: Hold) -> None:
+def test_lock_is_freed_when_its_process_is_killed(tmp_path: Path, hold: Hold) -> None:
     path = tmp_path / "a.lock"
     ready, tell = os.pipe()
     child = os.fork()
@@ -49,7 +49,9 @@ def test_lock_ends_with_a_killed_process(tmp_path: Path, hold: Hold) -> None:
     os.close(ready)
 
 
-def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, hold: Hold) -> None:
+def test_child_forked_while_a_lock_is_held_does_not_keep_the_lock(
+    tmp_path: Path, hold: Hold
+) -> None:
     path = tmp_path / "a.lock"
     with hold(path, 0):
         child = os.fork()
@@ -63,7 +65,7 @@ def test_child_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, 
     os.waitpid(child, 0)
 
 
-def test_child_can_end_while_its_parent_holds_the_lock(tmp_path: Path, hold: Hold) -> None:
+def test_lock_stays_held_when_a_forked_child_exits(tmp_path: Path, hold: Hold) -> None:
     """A stager forks: its children let go of all that they have of it."""
     path = tmp_path / "a.lock"
     with hold(path, 0):
@@ -73,7 +75,9 @@ def test_child_can_end_while_its_parent_holds_the_lock(tmp_path: Path, hold: Hol
             pass
 
 
-def test_lock_that_is_removed_all_the_time_is_nobodys_twice(tmp_path: Path, hold: Hold) -> None:
+def test_lock_whose_file_is_repeatedly_removed_is_never_held_twice(
+    tmp_path: Path, hold: Hold
+) -> None:
     """Several count in one file, which comes out right only if one does so at a time."""
     path, count = tmp_path / "a.lock", tmp_path / "count"
     count.write_text("0")

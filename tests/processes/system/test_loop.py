@@ -14,7 +14,7 @@ from forestage.system import loop
 from forestage.system.loop import LoopDevice
 
 
-def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
+def test_loop_device_of_another_program_is_not_listed(tmp_path: Path) -> None:
     file = tmp_path / "container.sif"
     file.write_bytes(bytes(8192))
     argv = ["losetup", "--find", "--show", file]
@@ -37,11 +37,13 @@ def test_device_of_another_program_is_not_looked_at(tmp_path: Path) -> None:
         ("/mnt/nvme/cache/image", False),
     ],
 )
-def test_file_is_the_caches_also_by_the_path_of_a_mount_that_is_gone(file: str, ours: bool) -> None:
+def test_loop_device_file_belongs_to_the_cache_also_by_the_path_of_an_unmounted_volume(
+    file: str, ours: bool
+) -> None:
     assert LoopDevice("/dev/loop0", file, 1, 2).is_of_cache("/mnt/nvme/cache") == ours
 
 
-def test_node_without_loop_devices_is_said_to_have_none(
+def test_attaching_a_file_without_loop_control_fails_with_reason_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "image"
@@ -53,7 +55,7 @@ def test_node_without_loop_devices_is_said_to_have_none(
     assert "loop-control" in str(raised.value)
 
 
-def test_device_that_a_containers_own_dev_lacks_is_made(
+def test_loop_device_node_missing_in_a_containers_dev_is_created(
     private_mounts: None, tmp_path: Path
 ) -> None:
     """It has the devices that were there when the container began."""

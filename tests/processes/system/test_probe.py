@@ -58,7 +58,7 @@ def until_free(file: Path) -> None:
         return
 
 
-def test_answer_counts_for_a_while(file: Path, asked: Asked) -> None:
+def test_probe_answer_is_reused_for_a_while(file: Path, asked: Asked) -> None:
     assert probe.find_hang(file, asked) is None
     asked.hangs = True
     assert probe.find_hang(file, asked) is None
@@ -66,7 +66,7 @@ def test_answer_counts_for_a_while(file: Path, asked: Asked) -> None:
     asked.hangs = False
 
 
-def test_answer_is_outdated_after_that(
+def test_file_system_is_probed_again_after_the_last_answer_expired(
     file: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "GOOD", 0.0)
@@ -75,7 +75,9 @@ def test_answer_is_outdated_after_that(
     assert len(asked.pids) == 2
 
 
-def test_one_process_asks_what_hangs_and_its_end_is_the_news(file: Path, asked: Asked) -> None:
+def test_one_process_probes_a_hanging_file_system_and_its_end_ends_the_hang(
+    file: Path, asked: Asked
+) -> None:
     asked.hangs = True
     for _ in range(3):
         found = probe.find_hang(file, asked)
@@ -89,7 +91,7 @@ def test_one_process_asks_what_hangs_and_its_end_is_the_news(file: Path, asked: 
     assert probe.find_hang(file, asked) is None
 
 
-def test_what_is_known_to_hang_is_not_waited_for(
+def test_known_hang_of_a_file_system_is_reported_without_waiting(
     file: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.hangs = True
@@ -100,7 +102,9 @@ def test_what_is_known_to_hang_is_not_waited_for(
     assert probe.find_hang(file, asked) is not None
 
 
-def test_who_asks_outlives_its_hook_and_the_hooks_group(file: Path, asked: Asked) -> None:
+def test_probe_process_outlives_its_hook_and_the_hooks_process_group(
+    file: Path, asked: Asked
+) -> None:
     """slurmd kills the group, and what is killed remembers nothing."""
     asked.hangs = True
     child = os.fork()
@@ -117,7 +121,9 @@ def test_who_asks_outlives_its_hook_and_the_hooks_group(file: Path, asked: Asked
     assert os.getsid(pid) == pid
 
 
-def test_who_was_killed_remembers_nothing(file: Path, asked: Asked) -> None:
+def test_killed_probe_process_is_no_hang_and_the_file_system_is_probed_again(
+    file: Path, asked: Asked
+) -> None:
     asked.hangs = True
     assert probe.find_hang(file, asked) is not None
     os.kill(asked.pids[0], signal.SIGKILL)
@@ -127,7 +133,7 @@ def test_who_was_killed_remembers_nothing(file: Path, asked: Asked) -> None:
     assert probe.find_hang(file, asked) is None
 
 
-def test_error_is_an_answer(file: Path) -> None:
+def test_file_system_that_answers_with_an_error_does_not_hang(file: Path) -> None:
     def work(at: ReportPhase) -> None:
         at("writes")
         raise OSError(30, "Read-only file system")
@@ -135,7 +141,7 @@ def test_error_is_an_answer(file: Path) -> None:
     assert probe.find_hang(file, work) is None
 
 
-def test_process_that_could_go_on_does_not_hang(file: Path, asked: Asked) -> None:
+def test_probe_process_that_only_waits_for_a_processor_is_no_hang(file: Path, asked: Asked) -> None:
     """On a busy node it only waits for its turn."""
 
     def work(at: ReportPhase) -> None:
@@ -150,21 +156,25 @@ def test_process_that_could_go_on_does_not_hang(file: Path, asked: Asked) -> Non
     until_free(file)
 
 
-def test_who_may_not_ask_takes_it_for_healthy(tmp_path: Path, asked: Asked) -> None:
+def test_file_system_is_reported_as_no_hang_if_the_probe_file_cannot_be_created(
+    tmp_path: Path, asked: Asked
+) -> None:
     (tmp_path / "probes").touch()
     assert probe.find_hang(tmp_path / "probes/disk", asked) is None
     assert probe.find_known_hang(tmp_path / "probes/disk") is None
 
 
 @pytest.mark.parametrize("text", ["", "reads", "reads x 1", "reads 1e30 1", "\udcff" * 70])
-def test_what_nobody_wrote_is_no_answer(file: Path, asked: Asked, text: str) -> None:
+def test_probe_file_with_garbage_is_ignored_and_the_file_system_is_probed(
+    file: Path, asked: Asked, text: str
+) -> None:
     file.parent.mkdir()
     file.write_bytes(text.encode(errors="surrogateescape"))
     assert probe.find_hang(file, asked) is None
     assert len(asked.pids) == 1
 
 
-def test_hang_has_its_time(file: Path, asked: Asked) -> None:
+def test_hang_report_has_the_seconds_since_the_hang_began(file: Path, asked: Asked) -> None:
     asked.hangs = True
     assert probe.find_hang(file, asked) is not None
     assert isinstance(found := probe.find_hang(file, asked), HangReport)

@@ -13,14 +13,16 @@ from forestage.system import as_user, run
 from node import until
 
 
-def test_program_gets_a_small_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_is_run_with_a_minimal_environment_and_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LD_PRELOAD_OF_SOMEBODY", "1")
     ran = run.run_program(["sh", "-c", "env | sort; pwd; readlink /proc/self/fd/0"])
     assert ran.out.splitlines() == ["LC_ALL=C", f"PATH={run.PATH}", "PWD=/", "/", "/dev/null"]
     assert (ran.code, ran.err) == (0, "")
 
 
-def test_program_gets_only_the_named_descriptor(tmp_path: Path) -> None:
+def test_program_inherits_only_the_named_descriptors(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
     fds = [os.open(tmp_path / "a", os.O_RDONLY) for _ in range(2)]
     script = f"cat /proc/self/fd/{fds[0]}; test ! -e /proc/self/fd/{fds[1]}"
@@ -39,7 +41,7 @@ def test_program_gets_only_the_named_descriptor(tmp_path: Path) -> None:
         ("printf '\\377' >&2; exit 1", "sh: exit 1 \ufffd"),
     ],
 )
-def test_how_a_program_ended_is_one_line(script: str, explained: str) -> None:
+def test_end_of_a_program_is_explained_in_one_line(script: str, explained: str) -> None:
     assert run.run_program(["sh", "-c", script]).explained() == explained
 
 
@@ -47,7 +49,7 @@ def test_argument_is_never_read_by_a_shell() -> None:
     assert run.run_program(["printf", "%s", "$(id); `id` *"]).out == "$(id); `id` *"
 
 
-def test_missing_program_is_our_failure_with_a_hint() -> None:
+def test_missing_program_raises_failed_with_a_hint() -> None:
     with pytest.raises(Failed) as caught:
         run.run_program(["no-such-program-anywhere"])
     assert (caught.value.reason, bool(caught.value.hint)) == ("program", True)
@@ -76,7 +78,7 @@ def test_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> 
         os.kill(int((tmp_path / "group").read_text()), 0)
 
 
-def test_signal_for_our_group_does_not_reach_the_program() -> None:
+def test_program_is_run_in_a_session_and_process_group_of_its_own() -> None:
     ran = run.run_program(["sh", "-c", "cut -d' ' -f5,6 /proc/$$/stat"])
     group, session = map(int, ran.out.split())
     assert group == session
@@ -91,13 +93,15 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_program_that_takes_too_long_goes_with_its_children() -> None:
+def test_program_past_its_timeout_is_killed_with_its_children() -> None:
     ran = run.run_program(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.1)
     assert ran.code == -9
     assert run.run_program(["sh", "-c", "echo done"], timeout=600.0).out == "done\n"
 
 
-def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_gets_the_given_variables_beside_the_fixed_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ran = run.run_program(["sh", "-c", "echo $SLURM_CONF $PATH"], variables={"SLURM_CONF": "/a b"})
     assert ran.out == f"/a b {run.PATH}\n"
     assert "SLURM_CONF" not in run.ENVIRONMENT
@@ -106,20 +110,20 @@ def test_program_gets_the_variables_that_it_is_to_have(monkeypatch: pytest.Monke
 # As the user whom this process is
 
 
-def test_program_here_has_the_variables_and_our_path() -> None:
+def test_program_run_as_current_user_gets_the_given_variables_but_the_fixed_path() -> None:
     variables = {"A": "b c", "PATH": "/evil", "LC_ALL": "x"}
     ran = run.run_as_current_user(["env"], variables, 600.0, 1 << 20)
     assert sorted(ran.out.decode().splitlines()) == ["A=b c", "LC_ALL=x", f"PATH={run.PATH}"]
     assert (ran.code, ran.err, ran.cut) == (0, b"", "")
 
 
-def test_program_here_reads_what_it_is_given() -> None:
+def test_program_run_as_current_user_reads_the_given_input() -> None:
     given = os.urandom(1 << 20)
     assert run.run_as_current_user(["cat"], {}, 600.0, 2 << 20, given).out == given
     assert run.run_as_current_user(["cat"], {}, 600.0, 1 << 20).out == b""
 
 
-def test_program_here_that_writes_too_much_is_killed() -> None:
+def test_program_run_as_current_user_is_killed_if_its_output_is_too_long() -> None:
     for where in ("", ">&2"):
         ran = run.run_as_current_user(["sh", "-c", f"yes {where}"], {}, 600.0, 1 << 20)
         assert (ran.code, ran.cut) == (-9, "size")
@@ -128,12 +132,14 @@ def test_program_here_that_writes_too_much_is_killed() -> None:
 
 
 @pytest.mark.parametrize("script", ["echo a; sleep 600 & wait", "exec >&- 2>&-; sleep 600"])
-def test_program_here_that_takes_too_long_is_killed(script: str) -> None:
+def test_program_run_as_current_user_is_killed_at_its_timeout(script: str) -> None:
     ran = run.run_as_current_user(["sh", "-c", script], {}, 0.3, 1 << 20)
     assert (ran.code, ran.cut) == (-9, "time")
 
 
-def test_program_here_is_refused_to_a_process_that_is_two_users(as_root: None) -> None:
+def test_program_run_as_current_user_is_refused_if_real_and_effective_uid_differ(
+    as_root: None,
+) -> None:
     """With root's real id, bash would make itself root again."""
 
     def work() -> as_user.ChildResult[str]:
@@ -145,7 +151,7 @@ def test_program_here_is_refused_to_a_process_that_is_two_users(as_root: None) -
     assert as_user.run_in_child(work, str, 600.0)[0] == "helper"
 
 
-def test_missing_program_here_is_our_failure() -> None:
+def test_missing_program_run_as_current_user_raises_failed() -> None:
     with pytest.raises(Failed) as caught:
         run.run_as_current_user(["no-such-program-anywhere"], {}, 600.0, 1 << 20)
     assert caught.value.reason == "program"

@@ -61,14 +61,16 @@ def writer(file: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def test_file_without_a_writer_has_none_and_keeps_no_lease(file: Path) -> None:
+def test_file_without_a_writer_is_left_without_a_file_lease(file: Path) -> None:
     with file.open("rb"):
         assert not found(file)
     # With a lease left on it this would wait for 45 s, or raise.
     os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
 
 
-def test_writer_is_found(file: Path, writer: subprocess.Popen[bytes]) -> None:
+def test_process_that_appends_to_a_file_is_found_as_writer(
+    file: Path, writer: subprocess.Popen[bytes]
+) -> None:
     assert found(file)
     writer.communicate()
     assert not found(file)
@@ -83,7 +85,7 @@ def test_writer_through_a_mapping_alone_is_found(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_leases")
-def test_writer_is_found_where_there_are_no_leases(
+def test_writer_is_found_on_a_file_system_without_file_leases(
     file: Path, writer: subprocess.Popen[bytes]
 ) -> None:
     with file.open("rb"):
@@ -93,7 +95,7 @@ def test_writer_is_found_where_there_are_no_leases(
 
 
 @pytest.mark.parametrize("kind", writers._BY_LEAVE)
-def test_lease_that_the_server_does_not_grant_is_no_writer(
+def test_file_lease_refused_by_a_network_file_system_is_no_writer(
     file: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     def refusing(fd: int, what: int, *more: Any) -> Any:
@@ -106,7 +108,9 @@ def test_lease_that_the_server_does_not_grant_is_no_writer(
 
 
 @pytest.mark.usefixtures("no_leases", "writer")
-def test_look_that_takes_too_long_is_given_up(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_writers_is_given_up_at_its_time_limit(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: ["1"] if path == "/proc" else [])
     monkeypatch.setattr(writers, "LOOK", -1.0)
     assert not found(file)
@@ -120,7 +124,7 @@ def by_lease(path: Path) -> bool | None:
         os.close(fd)
 
 
-def test_lease_of_a_moment_says_who_writes_and_is_given_back(file: Path) -> None:
+def test_file_lease_detects_a_writer_and_is_released_at_once(file: Path) -> None:
     assert by_lease(file) is False
     with file.open("ab"):
         assert by_lease(file) is True
@@ -130,7 +134,7 @@ def test_lease_of_a_moment_says_who_writes_and_is_given_back(file: Path) -> None
 
 
 @pytest.mark.usefixtures("no_leases")
-def test_file_system_without_leases_says_nothing(file: Path) -> None:
+def test_writer_by_file_lease_is_unknown_on_a_file_system_without_file_leases(file: Path) -> None:
     with file.open("ab"):
         assert by_lease(file) is None
 
@@ -139,7 +143,7 @@ def test_file_system_without_leases_says_nothing(file: Path) -> None:
     ("kind", "proves"),
     [(0xEF53, True), (0x58465342, True), (0x65735546, False), (0x794C7630, False), (0x6969, False)],
 )
-def test_lease_proves_something_on_local_file_systems_alone(
+def test_file_lease_is_conclusive_only_on_local_file_systems(
     file: Path, monkeypatch: pytest.MonkeyPatch, kind: int, proves: bool
 ) -> None:
     """Those of ext4 and XFS; of FUSE, overlayfs and NFS."""
@@ -147,7 +151,7 @@ def test_lease_proves_something_on_local_file_systems_alone(
     assert writers.is_lease_conclusive(0) is proves
 
 
-def test_lease_proves_nothing_where_the_admin_forbids_leases(
+def test_file_lease_is_inconclusive_if_the_admin_forbids_file_leases(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_systems, "read_file_system_type", lambda fd: 0xEF53)
@@ -157,7 +161,7 @@ def test_lease_proves_nothing_where_the_admin_forbids_leases(
         assert writers.is_lease_conclusive(0) is proves
 
 
-def test_file_below_a_directory_that_a_process_writes_is_named(
+def test_find_open_for_writing_finds_a_file_written_below_a_directory(
     file: Path, writer: subprocess.Popen[bytes]
 ) -> None:
     assert writers.find_open_for_writing(str(file.parent), 600.0) == str(file)

@@ -38,7 +38,7 @@ def found(tmp_path: Path, readers: ArrivalMap) -> LocalImage:
     return found
 
 
-def test_piece_is_read_only_where_it_is_marked(found: LocalImage) -> None:
+def test_local_image_reads_only_pieces_marked_as_arrived(found: LocalImage) -> None:
     buffer = memoryview(bytearray(4096))
     assert found.read(0, buffer)
     assert bytes(buffer) == b"a" * 4096
@@ -47,7 +47,7 @@ def test_piece_is_read_only_where_it_is_marked(found: LocalImage) -> None:
 
 
 @pytest.mark.parametrize("change", ["forgotten", "there and back", "dropped"])
-def test_bytes_that_lost_their_mark_while_they_were_read_are_not_used(
+def test_bytes_whose_mark_was_cleared_during_the_read_are_not_used(
     found: LocalImage, readers: ArrivalMap, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def there_and_back() -> None:
@@ -69,7 +69,7 @@ def test_bytes_that_lost_their_mark_while_they_were_read_are_not_used(
     assert not found.read(0, memoryview(bytearray(4096)))
 
 
-def test_part_of_another_stager_is_not_believed_by_the_marks_of_the_last(
+def test_arrival_marks_for_another_inode_are_not_used(
     found: LocalImage, readers: ArrivalMap, tmp_path: Path
 ) -> None:
     other = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, inode=1)
@@ -77,7 +77,9 @@ def test_part_of_another_stager_is_not_believed_by_the_marks_of_the_last(
     assert not found.has(0, 4096)
 
 
-def test_marks_are_cleared_before_their_directory_goes(found: LocalImage, tmp_path: Path) -> None:
+def test_arrival_marks_are_cleared_before_their_directory_is_deleted(
+    found: LocalImage, tmp_path: Path
+) -> None:
     assert found.has(0, 4096)
     remains.remove_directory(tmp_path / "spot")
     assert not found.has(0, 4096)
@@ -94,7 +96,7 @@ def left(found: LocalImage) -> LocalImage:
     return found
 
 
-def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: LocalImage) -> None:
+def test_copy_is_abandoned_after_its_lock_was_free_at_two_checks(left: LocalImage) -> None:
     assert not left.abandoned()
     with lock.held(left.cache.key_lock(IMAGE.key), 0):
         assert not left.abandoned()
@@ -103,7 +105,7 @@ def test_copy_is_abandoned_once_nobody_has_had_its_lock_for_a_while(left: LocalI
 
 
 @pytest.mark.parametrize("end", ["published", "dropped", "stopped"])
-def test_copy_that_has_ended_is_not_abandoned(left: LocalImage, end: str) -> None:
+def test_published_dropped_or_stopped_copy_is_not_abandoned(left: LocalImage, end: str) -> None:
     if end == "published":
         left.cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
     elif end == "stopped":
@@ -134,7 +136,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalImage:
     return made
 
 
-def test_entry_that_gives_an_error_is_evicted_once(failing: LocalImage) -> None:
+def test_entry_with_a_read_error_is_evicted_once(failing: LocalImage) -> None:
     assert not failing.read(0, memoryview(bytearray(4096)))
     assert failing.spoilt
     failing.evict_spoilt()
@@ -143,7 +145,7 @@ def test_entry_that_gives_an_error_is_evicted_once(failing: LocalImage) -> None:
     assert not failing.spoilt
 
 
-def test_newer_copy_of_the_same_image_stays(failing: LocalImage) -> None:
+def test_newer_copy_of_an_image_with_a_read_error_is_not_evicted(failing: LocalImage) -> None:
     failing.read(0, memoryview(bytearray(4096)))
     copy = failing.cache.image(IMAGE.key)
     copy.rename(copy.with_name("old"))
