@@ -47,7 +47,7 @@ def expected(*lines: LineFields) -> list[str]:
     return [*head, *map("\t".join, lines)]
 
 
-def test_record_is_there_before_the_first_step(dirs: Dirs) -> None:
+def test_prolog_writes_the_directory_record_and_steps_do_not_rewrite_it(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
     facts = file_of(dirs).stat()
@@ -61,7 +61,7 @@ def test_record_is_there_before_the_first_step(dirs: Dirs) -> None:
     assert after.stat().st_ino == before  # it says so already
 
 
-def test_record_has_the_seeds_once_they_are_there(dirs: Dirs) -> None:
+def test_directory_record_lists_a_seed_once_it_was_copied(dirs: Dirs) -> None:
     (dirs.source / "cache").mkdir()
     (dirs.source / "cache/file").write_text("x")
     dirs.prolog(7, f"stage-dir=32M stage={dirs.source}/cache@seed:CACHE,{dirs.source}/no@seed:NO")
@@ -71,14 +71,16 @@ def test_record_has_the_seeds_once_they_are_there(dirs: Dirs) -> None:
     assert sorted(record(dirs)) == sorted(expected(*own(dirs), seed))
 
 
-def test_record_of_one_in_memory_is_there_once_the_first_step_has_made_it(dirs: Dirs) -> None:
+def test_directory_record_of_a_memory_job_directory_is_written_by_the_first_step(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     assert not file_of(dirs).exists()
     dirs.step(7)
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
 
 
-def test_record_of_another_format_stays_as_it_is(
+def test_step_does_not_rewrite_a_directory_record_of_another_format(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the one that a companion of either release reads."""
@@ -89,7 +91,7 @@ def test_record_of_another_format_stays_as_it_is(
     assert record(dirs) == before
 
 
-def test_record_is_there_whatever_is_switched_off_since(dirs: Dirs) -> None:
+def test_step_writes_a_missing_directory_record_on_a_switched_off_node(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     file_of(dirs).unlink()
     off = Declined("disabled", "INC-1")
@@ -99,7 +101,7 @@ def test_record_is_there_whatever_is_switched_off_since(dirs: Dirs) -> None:
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
 
 
-def test_record_goes_with_the_lease_and_with_another_run_of_the_job(dirs: Dirs) -> None:
+def test_directory_record_is_removed_by_the_epilog_and_by_a_requeued_run(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     dirs.node.epilog(7)
     assert not file_of(dirs).exists()

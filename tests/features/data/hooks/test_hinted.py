@@ -22,7 +22,7 @@ from node import Node, content
         ("stage-dir=900TiB", ["this job has no directory of its own on this node: stage-dir= as"]),
     ],
 )
-def test_bad_hint_of_data_is_said_once(
+def test_bad_hint_for_data_is_reported_by_the_first_step_only(
     loaded: Node, capfd: pytest.CaptureFixture[str], comment: str, lines: list[str]
 ) -> None:
     listed = loaded.put("alice/list", b"an-image.sqsh\n")
@@ -36,7 +36,7 @@ def test_bad_hint_of_data_is_said_once(
     assert texts_for_user(run_step(loaded, 1, capfd)) == []
 
 
-def test_list_that_begins_with_a_byte_order_mark_names_its_first_path(loaded: Node) -> None:
+def test_stage_list_with_a_byte_order_mark_stages_its_first_path(loaded: Node) -> None:
     listed = loaded.put("alice/list", "\ufeff/typo/\r\n".encode())
     ran = loaded.prolog(1, comment=f"stage-list={listed}")
     (outcome,) = [one for one in ran.outcomes if one.data]
@@ -44,7 +44,7 @@ def test_list_that_begins_with_a_byte_order_mark_names_its_first_path(loaded: No
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_list_in_utf_16_is_said_to_be_that(
+def test_stage_list_in_utf_16_is_reported_with_save_it_as_utf_8(
     loaded: Node, capfd: pytest.CaptureFixture[str], encoding: str
 ) -> None:
     listed = loaded.put("alice/list", "/typo/\r\n".encode(encoding))
@@ -53,7 +53,7 @@ def test_list_in_utf_16_is_said_to_be_that(
     assert f"stage-list: {listed} is UTF-16; save it as UTF-8" in line
 
 
-def test_directory_with_too_many_files_is_declined_and_said_by_one_step_at_most(
+def test_directory_with_too_many_files_is_reported_by_one_step_at_most(
     loaded: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """How many there are, the process that looks for it finds out, before or after the step."""
@@ -76,7 +76,7 @@ def test_directory_with_too_many_files_is_declined_and_said_by_one_step_at_most(
     ],
     ids=["configuration", "cache"],
 )
-def test_user_who_asks_is_told_of_a_directory_that_the_node_cannot_serve(
+def test_stage_tell_reports_a_directory_that_the_node_cannot_serve(
     loaded: Node, capfd: pytest.CaptureFixture[str], trouble: Callable[[Node], None], why: str
 ) -> None:
     loaded.cache.prepare(require_mount=False)
@@ -90,7 +90,7 @@ def test_user_who_asks_is_told_of_a_directory_that_the_node_cannot_serve(
 
 
 @pytest.mark.parametrize(("wait", "found"), [("stage-wait=5m", "hit"), ("", "started")])
-def test_step_with_default_configuration_waits_for_a_directory_if_it_was_asked_to(
+def test_step_with_default_configuration_waits_for_a_directory_only_with_stage_wait(
     spank: Node, monkeypatch: pytest.MonkeyPatch, wait: str, found: str
 ) -> None:
     """No copy ends before the step looks: its first MiB takes half a second."""

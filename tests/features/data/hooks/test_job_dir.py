@@ -52,7 +52,7 @@ def free(dirs: Dirs) -> int:
 # --- what a job gets
 
 
-def test_job_has_a_directory_of_its_own_and_of_its_size(dirs: Dirs) -> None:
+def test_job_directory_belongs_to_the_user_and_is_limited_to_the_requested_size(dirs: Dirs) -> None:
     assert dirs.prolog(7, "stage-dir=64M") == []
     lines = dirs.step(7).lines
     target = str(dirs.node.places.job_dir)
@@ -72,7 +72,7 @@ def test_job_has_a_directory_of_its_own_and_of_its_size(dirs: Dirs) -> None:
     )
 
 
-def test_directory_of_a_job_with_the_same_number_is_made_anew(dirs: Dirs) -> None:
+def test_job_directory_is_recreated_for_another_job_with_the_same_number(dirs: Dirs) -> None:
     """Another user's; the same user's that began at another time; and not for a second Prolog."""
     before: list[tuple[User, str, bool]] = [
         (ALICE, "100", False),
@@ -102,7 +102,7 @@ def test_directory_of_a_job_with_the_same_number_is_made_anew(dirs: Dirs) -> Non
     assert made.is_as(msgspec.structs.replace(made, start=0))
 
 
-def test_all_steps_of_the_job_see_one_file_system(dirs: Dirs) -> None:
+def test_steps_of_a_job_see_each_others_files_in_the_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
         as_alice("echo first > file", at)
@@ -118,7 +118,9 @@ def test_all_steps_of_the_job_see_one_file_system(dirs: Dirs) -> None:
         assert (at / "file").read_text() == "second\n"
 
 
-def test_its_room_is_taken_at_once_and_given_back_at_the_end(dirs: Dirs) -> None:
+def test_job_directory_reserves_its_disk_space_in_the_prolog_and_frees_it_in_the_epilog(
+    dirs: Dirs,
+) -> None:
     dirs.on.cache.prepare(require_mount=False)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=128M")
@@ -139,14 +141,14 @@ def assert_gone(dirs: Dirs) -> None:
     assert not list(dirs.node.cache.evicted.iterdir())
 
 
-def test_another_user_sees_nothing_of_it(dirs: Dirs) -> None:
+def test_step_of_another_user_gets_no_lines_of_the_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     assert dirs.step(7, BOB).lines == []
     (place,) = dirs.node.cache.jobs.iterdir()
     assert place.stat().st_mode & 0o777 == 0o700
 
 
-def test_two_jobs_at_once_have_one_each(dirs: Dirs) -> None:
+def test_concurrent_prologs_of_six_jobs_create_six_job_directories(dirs: Dirs) -> None:
     hooks = [_fork.Process(target=dirs.prolog, args=(job, "stage-dir=32M")) for job in range(1, 7)]
     for hook in hooks:
         hook.start()
@@ -172,7 +174,7 @@ def test_two_jobs_at_once_have_one_each(dirs: Dirs) -> None:
         ("stage-dir=4K,ram", "bad-hint", "16 MiB at least"),
     ],
 )
-def test_what_cannot_be_is_told_and_the_job_starts_without(
+def test_job_directory_of_an_invalid_size_is_declined_with_the_reason_in_prolog_and_step(
     dirs: Dirs, comment: str, reason: str, text: str
 ) -> None:
     (told,) = dirs.prolog(7, comment)
@@ -187,7 +189,7 @@ def test_what_cannot_be_is_told_and_the_job_starts_without(
     dirs.node.epilog(7)
 
 
-def test_full_disk_gives_none_and_leaves_nothing(dirs: Dirs) -> None:
+def test_job_directory_is_declined_on_a_full_disk_and_leaves_no_file(dirs: Dirs) -> None:
     dirs.on.cache.prepare(require_mount=False)
     subprocess.run(
         ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
@@ -199,14 +201,14 @@ def test_full_disk_gives_none_and_leaves_nothing(dirs: Dirs) -> None:
     assert before - free(dirs) < MIB
 
 
-def test_what_must_stay_free_stays_free(dirs: Dirs) -> None:
+def test_job_directory_that_would_use_the_min_free_space_is_declined(dirs: Dirs) -> None:
     dirs.node.configure(redirect="spank", require_mount=False, min_free="300M")
     (told,) = dirs.prolog(7, "stage-dir=200M")
     assert told.reason == "no-room"
     assert dirs.prolog(8, "stage-dir=64M") == []
 
 
-def test_all_jobs_together_have_no_more_than_is_theirs(dirs: Dirs) -> None:
+def test_job_directories_of_all_jobs_together_stay_within_data_job_dir(dirs: Dirs) -> None:
     assert dirs.prolog(7, "stage-dir=240M") == []
     (told,) = dirs.prolog(8, "stage-dir=190M")
     assert (told.reason, "data: job_dir" in told.detail) == ("no-room", True)
@@ -214,7 +216,7 @@ def test_all_jobs_together_have_no_more_than_is_theirs(dirs: Dirs) -> None:
     assert dirs.prolog(9, "stage-dir=190M") == []
 
 
-def test_room_that_cannot_be_taken_in_advance_is_none(
+def test_job_directory_is_declined_where_space_cannot_be_preallocated(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -226,7 +228,9 @@ def test_room_that_cannot_be_taken_in_advance_is_none(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
+def test_job_directory_is_declined_if_the_prologs_time_ends_at_the_lock(
+    dirs: Dirs, seconds: float
+) -> None:
     dirs.on.cache.prepare(require_mount=False)
     with lock.held(dirs.node.cache.locks / "jobs.lock", 0):
         (told,) = dirs.prolog(7, "stage-dir=64M", seconds=seconds)
@@ -235,7 +239,7 @@ def test_prolog_whose_time_ends_makes_none(dirs: Dirs, seconds: float) -> None:
     assert dirs.node.places.job_dir.is_dir()
 
 
-def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
+def test_disk_that_fills_up_during_the_allocation_declines_the_job_directory(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpacked, "has_free_bytes", lambda *_: True)
@@ -252,7 +256,7 @@ def test_disk_that_fills_up_meanwhile_is_no_error_of_the_node(
     ("user", "sizes", "fits"),
     [(BOB, [360], False), (ALICE, [360], True), (BOB, [200, 160], False)],
 )
-def test_entries_go_for_it_but_not_for_more_than_a_users_share(
+def test_job_directory_evicts_entries_only_within_its_users_share(
     dirs: Dirs, user: User, sizes: list[int], fits: bool
 ) -> None:
     keys = {"redirect": "bind", "require_mount": False, "data": {"job_dir": "90%"}}
@@ -271,7 +275,9 @@ def test_entries_go_for_it_but_not_for_more_than_a_users_share(
     assert image.exists() is not fits
 
 
-def test_mount_point_that_others_could_replace_is_refused(dirs: Dirs) -> None:
+def test_job_directory_is_declined_if_its_mount_point_is_a_link_or_a_users_directory(
+    dirs: Dirs,
+) -> None:
     point = dirs.node.places.job_dir
     point.parent.mkdir()
     point.symlink_to("/tmp")
@@ -284,7 +290,7 @@ def test_mount_point_that_others_could_replace_is_refused(dirs: Dirs) -> None:
     assert told.reason == "job-dir"
 
 
-def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
+def test_mount_point_of_job_directories_has_mode_0755_under_any_umask(dirs: Dirs) -> None:
     before = os.umask(0o077)
     try:
         assert dirs.prolog(7, "stage-dir=32M") == []
@@ -294,7 +300,7 @@ def test_mount_point_is_for_all_whatever_the_umask_is(dirs: Dirs) -> None:
     assert [one.stat().st_mode & 0o777 for one in (point.parent, point)] == [0o711, 0o755]
 
 
-def test_directory_of_the_mount_point_that_users_list_is_closed_to_lists(dirs: Dirs) -> None:
+def test_prolog_sets_mode_0711_on_a_listable_parent_of_the_mount_point(dirs: Dirs) -> None:
     """Who lists it holds its lock, for which each look-up of the mount point may wait."""
     point = dirs.node.places.job_dir
     for one in (point.parent, point):  # as somebody's hand made them
@@ -307,7 +313,7 @@ def test_directory_of_the_mount_point_that_users_list_is_closed_to_lists(dirs: D
 # --- requeue, cancel, crash
 
 
-def test_requeued_job_has_the_room_of_its_run_before_whose_epilog_failed(dirs: Dirs) -> None:
+def test_requeued_job_reuses_the_space_of_its_earlier_run_whose_epilog_failed(dirs: Dirs) -> None:
     assert dirs.prolog(7, "stage-dir=300M") == []  # more than half of the disk
     assert [one.reason for one in dirs.prolog(8, "stage-dir=300M")] == ["no-room"]
     assert dirs.prolog(7, "stage-dir=300M", restart=1) == []
@@ -316,7 +322,9 @@ def test_requeued_job_has_the_room_of_its_run_before_whose_epilog_failed(dirs: D
 
 
 @pytest.mark.parametrize("why", ["off", "disabled", "cache"])
-def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> None:
+def test_declined_job_directory_clears_the_variables_inherited_from_another_job(
+    dirs: Dirs, why: str
+) -> None:
     """sbatch in a job of such a directory hands on its environment."""
     comment = f"stage-dir=32M stage={dirs.source}/set@seed:CACHE,{dirs.source}/"
     refusal = Declined("disabled", "INC-1") if why == "disabled" else None
@@ -332,7 +340,7 @@ def test_refused_job_keeps_no_variable_of_another_jobs(dirs: Dirs, why: str) -> 
     assert [one.request for one in shown.outcomes] == ["stage-dir", f"{dirs.source}/set@seed:CACHE"]
 
 
-def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
+def test_requeued_job_gets_an_empty_job_directory_on_disk(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
         as_alice("echo old > file", at)
@@ -346,7 +354,7 @@ def test_requeued_job_has_an_empty_directory(dirs: Dirs) -> None:
         assert as_alice("echo x > y", at).returncode == 0
 
 
-def test_prolog_that_runs_again_leaves_the_directory_as_it_is(dirs: Dirs) -> None:
+def test_second_prolog_of_a_run_keeps_the_files_of_the_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
         as_alice("echo mine > file", at)
@@ -354,7 +362,7 @@ def test_prolog_that_runs_again_leaves_the_directory_as_it_is(dirs: Dirs) -> Non
         assert (at / "file").read_text() == "mine\n"
 
 
-def test_number_of_another_users_earlier_job_brings_none_of_its_files(dirs: Dirs) -> None:
+def test_reused_job_number_shows_no_files_of_the_earlier_users_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M", BOB)
     (declined,) = dirs.prolog(7, "stage-dir=32M")
     assert (declined.result, declined.reason) == ("declined", "other-job")
@@ -381,7 +389,7 @@ def killed_at(point: str, run: object, *args: object) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_cancelled_in_its_prolog_the_job_leaves_nothing(dirs: Dirs) -> None:
+def test_epilog_removes_the_job_directory_of_a_prolog_that_was_killed(dirs: Dirs) -> None:
     killed_at("job room", dirs.prolog, 7, "stage-dir=32M")
     assert dirs.taken().number == 1
     shown = dirs.step(7)  # it is not whole
@@ -397,7 +405,9 @@ def swept(dirs: Dirs, dry_run: bool = False) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("point", ["job aside", "job detached"])
-def test_epilog_killed_while_it_deletes_is_finished_by_the_sweep(dirs: Dirs, point: str) -> None:
+def test_sweep_finishes_the_job_directory_removal_of_a_killed_epilog(
+    dirs: Dirs, point: str
+) -> None:
     dirs.on.cache.prepare(require_mount=False)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=128M")
@@ -409,7 +419,7 @@ def test_epilog_killed_while_it_deletes_is_finished_by_the_sweep(dirs: Dirs, poi
     assert before - free(dirs) < MIB
 
 
-def test_epilog_that_never_came_to_it_is_finished_by_the_sweep(dirs: Dirs) -> None:
+def test_sweep_removes_the_job_directory_of_a_job_without_a_lease(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     dirs.prolog(8, "stage-dir=32M")
     dirs.node.leases.drop(7)
@@ -421,7 +431,9 @@ def test_epilog_that_never_came_to_it_is_finished_by_the_sweep(dirs: Dirs) -> No
         pass
 
 
-def test_what_a_task_still_holds_goes_with_its_last_mount(dirs: Dirs) -> None:
+def test_job_directory_in_use_after_the_epilog_is_unwritable_and_freed_with_its_last_mount(
+    dirs: Dirs,
+) -> None:
     dirs.on.cache.prepare(require_mount=False)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=128M")
@@ -444,7 +456,9 @@ def descriptor(dirs: Dirs, job: int) -> Iterator[Path]:
         os.close(fd)
 
 
-def test_room_is_given_back_though_another_job_keeps_a_descriptor(dirs: Dirs) -> None:
+def test_epilog_frees_the_job_directorys_space_though_another_job_has_a_file_open(
+    dirs: Dirs,
+) -> None:
     dirs.on.cache.prepare(require_mount=False)
     before = free(dirs)
     dirs.prolog(7, "stage-dir=128M")
@@ -458,7 +472,9 @@ def test_room_is_given_back_though_another_job_keeps_a_descriptor(dirs: Dirs) ->
     until(lambda: len(dirs.devices()) == 1, "the device to go")
 
 
-def test_mapping_of_what_is_gone_ends_its_process_and_shows_no_zeros(dirs: Dirs) -> None:
+def test_process_that_maps_a_file_of_a_removed_job_directory_gets_sigbus_and_reads_no_zeros(
+    dirs: Dirs,
+) -> None:
     """A shutdown stops calls, not faults: a page that is not in memory is read from the disk."""
     dirs.prolog(7, "stage-dir=128M")
     program = (
@@ -482,7 +498,7 @@ def test_mapping_of_what_is_gone_ends_its_process_and_shows_no_zeros(dirs: Dirs)
     assert (said, mapped.returncode) == ("", -signal.SIGBUS)
 
 
-def test_file_system_that_could_not_be_shut_down_keeps_its_bytes(
+def test_open_file_stays_readable_if_the_job_directorys_shutdown_fails(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "_GOINGDOWN", 0x5877FF)  # no call of ext4's
@@ -493,7 +509,9 @@ def test_file_system_that_could_not_be_shut_down_keeps_its_bytes(
     until(lambda: not dirs.devices(), "the device to go")
 
 
-def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> None:
+def test_last_unmount_of_a_step_keeps_the_job_directorys_file_system_mounted_until_the_epilog(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, "stage-dir=256M")
     (device,) = dirs.devices()
     mounted = Path("/proc/fs/ext4") / Path(device).name
@@ -505,7 +523,7 @@ def test_last_task_of_a_step_does_not_wait_until_all_is_written(dirs: Dirs) -> N
     assert_gone(dirs)
 
 
-def test_holder_of_what_others_deleted_ends_and_shuts_nothing_down(
+def test_holder_of_a_deleted_lock_file_exits_and_leaves_the_file_system_writable(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "LOOK", 0.05)
@@ -517,14 +535,14 @@ def test_holder_of_what_others_deleted_ends_and_shuts_nothing_down(
         assert as_alice("echo x > y", at).returncode == 0
 
 
-def test_directory_is_found_in_the_cache_that_it_was_made_in(dirs: Dirs) -> None:
+def test_job_directory_is_found_after_the_configured_cache_changes(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     other = Cache(dirs.node.nvme / "other")
     moved = msgspec.structs.replace(dirs.on, cache=other)
     assert job_dir.find(moved, dirs.job(7, "")) is not None
 
 
-def test_directory_that_cannot_be_shown_is_told(
+def test_step_reports_the_error_if_the_job_directory_has_no_loop_device(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(file: Path, read_only: bool) -> str:
@@ -537,7 +555,9 @@ def test_directory_that_cannot_be_shown_is_told(
     assert "no loop device is free" in shown.outcomes[0].detail
 
 
-def test_holder_that_was_killed_is_no_matter(dirs: Dirs) -> None:
+def test_job_directory_on_disk_stays_usable_and_removable_after_its_holder_was_killed(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, "stage-dir=32M")
     (place,) = dirs.node.cache.jobs.iterdir()
     os.kill(int((place / "held").read_text()), signal.SIGKILL)
@@ -548,7 +568,7 @@ def test_holder_that_was_killed_is_no_matter(dirs: Dirs) -> None:
     assert_gone(dirs)
 
 
-def test_epilog_that_waits_in_vain_for_the_lock_leaves_it_to_the_sweep(
+def test_sweep_removes_the_job_directory_if_the_epilog_did_not_get_the_space_lock(
     dirs: Dirs, short_locks: None
 ) -> None:
     dirs.prolog(7, "stage-dir=32M")
@@ -558,7 +578,9 @@ def test_epilog_that_waits_in_vain_for_the_lock_leaves_it_to_the_sweep(
     until(lambda: not dirs.devices(), "the device to go")
 
 
-def test_many_files_go_as_fast_as_few(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epilog_removes_a_job_directory_of_20000_files_with_fewer_than_20_unlinks(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dirs.prolog(7, "stage-dir=360M")
     with dirs.seen(7) as at:
         made = "import os\nfor n in range(20000): os.close(os.open(f'f{n}', os.O_CREAT))"
@@ -576,7 +598,7 @@ def test_many_files_go_as_fast_as_few(dirs: Dirs, monkeypatch: pytest.MonkeyPatc
     assert dirs.taken().number == 0
 
 
-def test_image_jobs_epilog_knows_nothing_of_directories(
+def test_epilog_of_an_image_job_does_not_call_the_job_directorys_removal(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_dir, "end", lambda *_: pytest.fail("looked"))
@@ -585,7 +607,7 @@ def test_image_jobs_epilog_knows_nothing_of_directories(
     assert dirs.node.epilog(7).said == ("released", "")
 
 
-def test_formatting_without_the_newest_option_works_as_well(
+def test_job_directory_is_formatted_if_mkfs_does_not_know_the_newest_option(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "PREZEROED", "no_such_option=1")
@@ -597,7 +619,7 @@ def test_formatting_without_the_newest_option_works_as_well(
 # --- without Python
 
 
-def test_directory_of_a_job_that_an_epilog_without_python_ended_is_removed_by_its_holder(
+def test_holder_removes_the_job_directory_after_an_epilog_without_python(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "LOOK", 0.05)
@@ -617,7 +639,7 @@ def test_directory_of_a_job_that_an_epilog_without_python_ended_is_removed_by_it
     assert before - free(dirs) < MIB
 
 
-def test_mark_of_an_earlier_runs_end_ends_no_directory_of_this_one(
+def test_requeued_jobs_directory_is_kept_despite_the_end_mark_of_the_earlier_run(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "LOOK", 0.05)

@@ -93,7 +93,9 @@ def left(at: Path) -> list[str]:
 # --- honest
 
 
-def test_tree_is_there_whole_and_the_users_to_change(dirs: Dirs) -> None:
+def test_tree_in_the_job_directory_equals_its_source_and_is_writable_for_the_user(
+    dirs: Dirs,
+) -> None:
     top = tree(dirs)
     begun(dirs, f"{top}@job")
     assert told(dirs) == [("copied", "")]
@@ -109,7 +111,7 @@ def test_tree_is_there_whole_and_the_users_to_change(dirs: Dirs) -> None:
         assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_further_steps_leave_what_the_job_made_of_it(dirs: Dirs) -> None:
+def test_later_steps_keep_the_jobs_changes_to_a_copied_tree(dirs: Dirs) -> None:
     begun(dirs, f"{tree(dirs)}@job")
     told(dirs)
     with dirs.seen(7) as at:
@@ -119,7 +121,7 @@ def test_further_steps_leave_what_the_job_made_of_it(dirs: Dirs) -> None:
         assert (at / "tree/file").read_text() == "mine\n"
 
 
-def test_seed_is_a_copy_at_one_path_and_a_variable_says_where(dirs: Dirs) -> None:
+def test_seed_is_copied_to_a_fixed_path_that_its_variable_names(dirs: Dirs) -> None:
     top = tree(dirs, "cache")
     begun(dirs, f"{top}@seed:TRITON_CACHE_DIR")
     target = f"{dirs.node.places.job_dir}/seed/TRITON_CACHE_DIR"
@@ -131,7 +133,7 @@ def test_seed_is_a_copy_at_one_path_and_a_variable_says_where(dirs: Dirs) -> Non
     assert not (top / "new").exists()
 
 
-def test_seed_that_is_there_stays_the_jobs_whatever_is_switched_off_since(dirs: Dirs) -> None:
+def test_copied_seed_keeps_its_variable_after_forestage_is_switched_off(dirs: Dirs) -> None:
     whole, late = tree(dirs, "cache"), dirs.source / "late"
     begun(dirs, f"{whole}@seed:CACHE", f"{late}@seed:LATE")
     dirs.step(7)  # which finds but one of the two
@@ -146,7 +148,7 @@ def test_seed_that_is_there_stays_the_jobs_whatever_is_switched_off_since(dirs: 
     assert "env\tCACHE\t" in record
 
 
-def test_switched_off_node_puts_nothing_into_the_directory(dirs: Dirs) -> None:
+def test_step_on_a_switched_off_node_copies_no_seed_into_the_job_directory(dirs: Dirs) -> None:
     begun(dirs, f"{tree(dirs)}@seed:CACHE")
     shown = dirs.step(7, refusal=Declined("disabled", "an upgrade"))
     assert ("env", "CACHE") in shown.lines
@@ -158,7 +160,9 @@ PACKERS = {"": "cat", "gz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}
 
 
 @pytest.mark.parametrize("mode", PACKERS)
-def test_archive_is_unpacked(dirs: Dirs, mode: str) -> None:
+def test_tar_archive_of_each_compression_is_unpacked_into_the_job_directory(
+    dirs: Dirs, mode: str
+) -> None:
     top = tree(dirs)
     suffix = f".tar.{mode}".removesuffix(".")
     file = dirs.source / f"set{suffix}"
@@ -177,7 +181,7 @@ def test_archive_is_unpacked(dirs: Dirs, mode: str) -> None:
         assert (facts.st_uid, facts.st_mode & 0o7777, facts.st_mtime) == (ALICE.uid, 0o755, 1e9)
 
 
-def test_plain_file_is_copied(dirs: Dirs) -> None:
+def test_plain_file_is_copied_into_the_job_directory(dirs: Dirs) -> None:
     file = dirs.source / "model.bin"
     file.write_bytes(b"m" * MIB)
     begun(dirs, f"{file}@job")
@@ -187,7 +191,7 @@ def test_plain_file_is_copied(dirs: Dirs) -> None:
         assert (at / "model.bin").read_bytes() == b"m" * MIB
 
 
-def test_hard_links_of_an_archive_are_hard_links(dirs: Dirs) -> None:
+def test_hard_links_of_an_archive_are_unpacked_as_hard_links(dirs: Dirs) -> None:
     file = packed(dirs, ("a", b"1", {}), ("b", b"", {"type": tarfile.LNKTYPE, "linkname": "a"}))
     begun(dirs, f"{file}@job")
     assert told(dirs) == [("copied", "")]
@@ -195,7 +199,7 @@ def test_hard_links_of_an_archive_are_hard_links(dirs: Dirs) -> None:
         assert (at / "set/a").samefile(at / "set/b")
 
 
-def test_steps_that_start_together_copy_once_and_all_find_it(dirs: Dirs) -> None:
+def test_concurrent_steps_copy_a_tree_into_the_job_directory_once(dirs: Dirs) -> None:
     begun(dirs, f"{tree(dirs)}@job")
 
     def life() -> None:
@@ -223,7 +227,7 @@ def test_steps_that_start_together_copy_once_and_all_find_it(dirs: Dirs) -> None
         ("file@seed:CACHE", "not-put"),
     ],
 )
-def test_what_cannot_be_copied_is_told_once_and_absent(
+def test_source_that_cannot_be_copied_is_declined_with_its_name_and_absent_from_the_job_directory(
     dirs: Dirs, request_: str, reason: str
 ) -> None:
     (dirs.source / "secret").mkdir(mode=0o700)
@@ -239,7 +243,7 @@ def test_what_cannot_be_copied_is_told_once_and_absent(
     assert seeds == ([("env", "CACHE")] if "seed" in request_ else [])
 
 
-def test_copier_that_does_not_answer_is_not_waited_for_again(
+def test_second_step_does_not_wait_for_a_copier_that_timed_out(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
@@ -256,7 +260,9 @@ def test_copier_that_does_not_answer_is_not_waited_for_again(
     assert 100.0 < timeout < 106.5  # more than the copier has itself
 
 
-def test_step_that_waits_can_say_what_for(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_waits_for_a_job_directory_copy_reports_progress(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, heard = dirs.source / "gate", list[str]()
     real = fill._way
 
@@ -277,7 +283,9 @@ def test_step_that_waits_can_say_what_for(dirs: Dirs, monkeypatch: pytest.Monkey
     assert heard[0].startswith(f"waiting for {dirs.source}/plain, which is put into the job's dir")
 
 
-def test_without_a_directory_the_job_reads_what_it_needs(dirs: Dirs) -> None:
+def test_request_for_the_job_directory_without_stage_dir_is_declined_with_that_hint(
+    dirs: Dirs,
+) -> None:
     (outcome,) = dirs.prolog(7, f"stage={tree(dirs)}@job")
     assert (outcome.result, outcome.reason) == ("declined", "job-dir")
     assert "stage-dir=SIZE" in outcome.detail
@@ -285,7 +293,7 @@ def test_without_a_directory_the_job_reads_what_it_needs(dirs: Dirs) -> None:
     assert outcome.reason == "job-dir"
 
 
-def test_second_of_a_name_is_refused(dirs: Dirs) -> None:
+def test_second_request_for_the_same_name_in_the_job_directory_is_declined(dirs: Dirs) -> None:
     first, second = tree(dirs, "one/tree"), tree(dirs, "two/tree")
     (second / "file").write_text("second")
     outcomes = dirs.prolog(7, f"stage-dir=64M stage={first}@job,{second}@job")
@@ -295,7 +303,9 @@ def test_second_of_a_name_is_refused(dirs: Dirs) -> None:
         assert content(at / "tree") == content(first)
 
 
-def test_unreadable_file_within_leaves_nothing_of_the_tree(dirs: Dirs) -> None:
+def test_tree_with_an_unreadable_file_is_declined_and_removed_from_the_job_directory(
+    dirs: Dirs,
+) -> None:
     top = tree(dirs)
     (top / "a/secret").write_text("s")
     (top / "a/secret").chmod(0o600)
@@ -308,7 +318,9 @@ def test_unreadable_file_within_leaves_nothing_of_the_tree(dirs: Dirs) -> None:
 
 
 @pytest.mark.parametrize("odd", ["fifo", "socket", "device"])
-def test_tree_with_what_is_no_file_is_refused(dirs: Dirs, odd: str) -> None:
+def test_tree_with_a_fifo_socket_or_device_is_declined_for_the_job_directory(
+    dirs: Dirs, odd: str
+) -> None:
     top = tree(dirs)
     kinds = {"fifo": 0o010644, "socket": 0o140644, "device": 0o020644}
     os.mknod(top / "odd", kinds[odd], os.makedev(1, 5))
@@ -319,7 +331,7 @@ def test_tree_with_what_is_no_file_is_refused(dirs: Dirs, odd: str) -> None:
         assert left(at) == []
 
 
-def test_what_is_too_large_is_told_and_leaves_the_room(dirs: Dirs) -> None:
+def test_tree_larger_than_the_job_directory_is_declined_and_its_space_freed(dirs: Dirs) -> None:
     top = tree(dirs)
     (top / "large").write_bytes(b"l" * (40 * MIB))
     begun(dirs, f"{top}@job", size="32M")
@@ -330,7 +342,7 @@ def test_what_is_too_large_is_told_and_leaves_the_room(dirs: Dirs) -> None:
         assert disk.f_bavail * disk.f_frsize > 28 * MIB
 
 
-def test_what_takes_too_long_is_given_up_in_time(dirs: Dirs) -> None:
+def test_copy_into_the_job_directory_is_declined_at_its_deadline(dirs: Dirs) -> None:
     top = tree(dirs)
     begun(dirs, f"{top}@job")
     assert told(dirs, fill=0.0) == [("declined", "deadline")]
@@ -371,7 +383,9 @@ LINK = {"type": tarfile.SYMTYPE}
 
 
 @pytest.mark.parametrize("way", ["absolute", "up", "link", "relative-link", "hard-link"])
-def test_no_archive_reaches_out_of_its_directory(dirs: Dirs, home: Path, way: str) -> None:
+def test_archive_with_absolute_or_parent_paths_or_links_writes_nothing_outside_the_job_directory(
+    dirs: Dirs, home: Path, way: str
+) -> None:
     up = "../" * 20 + str(home).lstrip("/")
     members: dict[str, list[tuple[str, bytes, dict[str, object]]]] = {
         "absolute": [(f"{home}/precious", b"evil", {})],
@@ -390,7 +404,7 @@ def test_no_archive_reaches_out_of_its_directory(dirs: Dirs, home: Path, way: st
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
-def test_archive_with_a_device_is_refused(dirs: Dirs, kind: bytes) -> None:
+def test_archive_with_a_device_or_fifo_is_declined(dirs: Dirs, kind: bytes) -> None:
     odd = {"type": kind, "devmajor": 1, "devminor": 1}
     begun(dirs, f"{packed(dirs, ('a', b'1', {}), ('odd', b'', odd))}@job")
     assert told(dirs) == [("declined", "not-put")]
@@ -398,7 +412,7 @@ def test_archive_with_a_device_is_refused(dirs: Dirs, kind: bytes) -> None:
         assert left(at) == []
 
 
-def test_archive_gives_no_set_id_and_no_owner(dirs: Dirs) -> None:
+def test_unpacked_file_has_no_set_id_bits_and_belongs_to_the_user(dirs: Dirs) -> None:
     begun(dirs, f"{packed(dirs, ('x', b'1', {'mode': 0o6755, 'uid': 0, 'gid': 0}))}@job")
     told(dirs)
     with dirs.seen(7) as at:
@@ -410,7 +424,7 @@ def test_archive_gives_no_set_id_and_no_owner(dirs: Dirs) -> None:
         )
 
 
-def test_compressed_bomb_ends_where_the_directory_does(dirs: Dirs) -> None:
+def test_decompression_bomb_is_declined_when_the_job_directory_is_full(dirs: Dirs) -> None:
     file = dirs.source / "bomb.tar.gz"
     zeros = dirs.source / "zeros"
     subprocess.run(["truncate", "-s", "1G", zeros], check=True)
@@ -423,7 +437,7 @@ def test_compressed_bomb_ends_where_the_directory_does(dirs: Dirs) -> None:
 
 
 @pytest.mark.parametrize("cut", ["header", "bytes", "end", "junk", "empty"])
-def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str) -> None:
+def test_damaged_tar_archive_is_declined_and_leaves_no_file(dirs: Dirs, cut: str) -> None:
     file = packed(dirs, *((f"f{n}", b"x" * 1000, {}) for n in range(5)))
     data = bytearray(file.read_bytes())
     if cut == "header":
@@ -439,7 +453,7 @@ def test_damaged_archive_is_told_and_nothing_of_it_appears(dirs: Dirs, cut: str)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("at", [70_000, -6], ids=["amid", "checksum"])
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
-def test_archive_whose_packing_is_damaged_is_told(
+def test_archive_with_damaged_compression_is_declined_and_leaves_no_file(
     dirs: Dirs, mode: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_in, "BLOCK", 512)  # else all of so small a one is read at once
@@ -460,7 +474,9 @@ def test_archive_whose_packing_is_damaged_is_told(
         assert left(seen) == []
 
 
-def test_header_larger_than_memory_is_refused(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_header_larger_than_the_memory_limit_is_declined(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copy_in, "MEMORY", 1 << 30)
     raw = tarfile.TarInfo("././@LongLink")
     raw.type, raw.size = tarfile.GNUTYPE_LONGNAME, 2 << 30
@@ -484,7 +500,7 @@ def deep(top: Path, levels: int) -> None:
     os.close(fd)
 
 
-def test_tree_deeper_than_any_path_is_refused_and_taken_away(dirs: Dirs) -> None:
+def test_tree_deeper_than_the_longest_path_is_declined_and_removed(dirs: Dirs) -> None:
     deep(dirs.source / "deep", 3000)
     begun(dirs, f"{dirs.source}/deep@job")
     (outcome,) = dirs.step(7).outcomes
@@ -495,7 +511,9 @@ def test_tree_deeper_than_any_path_is_refused_and_taken_away(dirs: Dirs) -> None
 
 
 @pytest.mark.parametrize("levels", [20_000])
-def test_what_is_to_go_may_be_of_any_depth(node: Node, levels: int) -> None:
+def test_remove_tree_deletes_20000_nested_directories_and_follows_no_link(
+    node: Node, levels: int
+) -> None:
     top = node.nvme  # in memory: a disk that others keep busy takes a minute for so many
     deep(top / "deep", levels)
     (top / "deep/d/file").write_text("x")
@@ -507,7 +525,9 @@ def test_what_is_to_go_may_be_of_any_depth(node: Node, levels: int) -> None:
     assert left(top) == ["outside"]
 
 
-def test_link_in_the_directory_leads_no_copy_out_of_it(dirs: Dirs, home: Path) -> None:
+def test_users_link_in_the_job_directory_does_not_redirect_a_copy_outside(
+    dirs: Dirs, home: Path
+) -> None:
     begun(dirs, f"{tree(dirs)}@job")
     with dirs.seen(7) as at:  # another step of the user's was first
         as_alice(f"ln -s {home} .forestage-0; mkdir -p .forestage-0.1/x", at)
@@ -529,7 +549,9 @@ def must_be_confined() -> None:
         os.setuid(0)
 
 
-def test_confined_process_has_no_way_back(dirs: Dirs, tmp_path: Path) -> None:
+def test_confined_copier_cannot_leave_its_root_or_regain_privileges(
+    dirs: Dirs, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
 
     def life() -> None:
@@ -554,7 +576,7 @@ sys.exit(f"loaded later: {set(sys.modules) - known}" if set(sys.modules) - known
 """
 
 
-def test_process_is_confined_without_a_module_that_is_loaded_later(tmp_path: Path) -> None:
+def test_confining_the_copier_imports_no_module_after_copy_in_load(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     # A process of its own: this one has loaded all that any test needs.
     argv = [sys.executable, "-c", CONFINED_ALONE, str(tmp_path / "empty")]
@@ -562,7 +584,7 @@ def test_process_is_confined_without_a_module_that_is_loaded_later(tmp_path: Pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
+def test_tree_copy_into_the_job_directory_runs_confined_as_the_user(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")
@@ -576,7 +598,7 @@ def test_copy_runs_with_all_ids_of_the_user_and_no_way_to_others(
     assert told(dirs) == [("copied", "")]
 
 
-def test_killed_copier_is_told_and_the_next_step_tries_again(
+def test_killed_copier_is_declined_and_the_next_step_copies_again(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = tree(dirs)
@@ -598,7 +620,7 @@ def test_killed_copier_is_told_and_the_next_step_tries_again(
         assert content(at / "tree") == content(top)
 
 
-def test_hook_killed_while_it_waits_leaves_a_whole_copy_or_none(
+def test_copier_completes_after_its_waiting_step_was_killed(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")

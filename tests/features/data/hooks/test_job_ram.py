@@ -62,7 +62,7 @@ def why(dirs: Dirs, job: int = 7) -> str:
 # --- what a job gets
 
 
-def test_directory_in_memory_is_the_users_and_of_its_size(dirs: Dirs) -> None:
+def test_job_directory_in_memory_belongs_to_the_user_and_has_the_requested_size(dirs: Dirs) -> None:
     assert dirs.prolog(7, "stage-dir=32M,ram") == []
     assert holders(dirs) == []  # the Prolog knows nothing of the job's memory
     target = str(dirs.node.places.job_dir)
@@ -82,7 +82,9 @@ def test_directory_in_memory_is_the_users_and_of_its_size(dirs: Dirs) -> None:
     assert (dirs.taken().number, dirs.devices()) == (0, [])  # nothing of the disk
 
 
-def test_steps_see_one_directory_and_the_node_meets_no_mount(dirs: Dirs) -> None:
+def test_steps_share_the_memory_job_directory_without_a_mount_in_the_nodes_namespace(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     before = mounts.list_mounts()
     with dirs.seen(7) as at:
@@ -93,7 +95,9 @@ def test_steps_see_one_directory_and_the_node_meets_no_mount(dirs: Dirs) -> None
     assert len(holders(dirs)) == 1
 
 
-def test_steps_that_begin_together_have_one_holder(dirs: Dirs) -> None:
+def test_concurrent_first_steps_start_one_holder_process_of_the_memory_directory(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     at_once = _fork.Barrier(6)
 
@@ -110,7 +114,7 @@ def test_steps_that_begin_together_have_one_holder(dirs: Dirs) -> None:
     assert holders(dirs) == [holder(dirs)]
 
 
-def test_many_tasks_get_a_clone_each_while_others_wait(
+def test_holder_gives_each_of_many_tasks_a_clone_of_the_memory_mount(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forestage.system.holder.MOST", 2)
@@ -120,13 +124,15 @@ def test_many_tasks_get_a_clone_each_while_others_wait(
         os.close(fetch_mount_clone(name, "job-dir"))
 
 
-def test_another_user_gets_nothing_of_it(dirs: Dirs) -> None:
+def test_step_of_another_user_gets_no_lines_of_the_memory_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     dirs.step(7)
     assert dirs.step(7, BOB).lines == []
 
 
-def test_tree_archive_and_seed_are_put_there_by_the_user(dirs: Dirs) -> None:
+def test_tree_archive_and_seed_are_copied_into_the_memory_job_directory_as_the_user(
+    dirs: Dirs,
+) -> None:
     tree = dirs.source / "tree"
     tree.mkdir()
     (tree / "file").write_text("x" * MIB)
@@ -145,7 +151,9 @@ def test_tree_archive_and_seed_are_put_there_by_the_user(dirs: Dirs) -> None:
             assert (at / name / "file").stat().st_uid == ALICE.uid
 
 
-def test_what_does_not_fit_is_told_and_takes_no_memory(dirs: Dirs) -> None:
+def test_file_larger_than_the_memory_job_directory_is_declined_and_takes_no_memory(
+    dirs: Dirs,
+) -> None:
     (dirs.source / "large").write_bytes(bytes(20 * MIB))
     dirs.prolog(7, f"stage-dir=16M,ram stage={dirs.source}/large@job")
     (told,) = dirs.step(7).outcomes
@@ -155,7 +163,7 @@ def test_what_does_not_fit_is_told_and_takes_no_memory(dirs: Dirs) -> None:
         assert os.statvfs(at).f_bfree == os.statvfs(at).f_blocks
 
 
-def test_directory_in_memory_takes_nothing_of_its_users_share_of_the_disk(dirs: Dirs) -> None:
+def test_memory_job_directory_does_not_count_to_the_users_share_of_the_disk(dirs: Dirs) -> None:
     keys = {"require_mount": False, "data": {"job_dir": "90%"}, "max_size": "100%"}
     dirs.node.configure(redirect="bind", **keys)
     path = dirs.node.put("bob/image.sqsh", content(size=MIB), BOB)
@@ -174,7 +182,7 @@ def test_directory_in_memory_takes_nothing_of_its_users_share_of_the_disk(dirs: 
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(32 * MIB, True), (32 * MIB - 1, False)])
-def test_more_than_the_jobs_memory_is_refused(
+def test_memory_job_directory_larger_than_the_jobs_memory_limit_is_declined(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch, limit: int, fits: bool
 ) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
@@ -188,7 +196,7 @@ def test_more_than_the_jobs_memory_is_refused(
         assert holders(dirs) == []
 
 
-def test_without_a_limit_half_of_what_is_available_is_the_most(
+def test_without_a_job_memory_limit_the_directory_may_have_half_of_the_available_memory(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "read_job_memory_limit", lambda pid: None)
@@ -201,7 +209,7 @@ def test_without_a_limit_half_of_what_is_available_is_the_most(
     assert dirs.step(9).outcomes == []
 
 
-def test_step_in_a_pid_namespace_of_its_jobs_gives_none(
+def test_memory_job_directory_is_declined_for_a_step_in_the_jobs_pid_namespace(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "is_in_job_namespace", lambda: True)
@@ -210,7 +218,7 @@ def test_step_in_a_pid_namespace_of_its_jobs_gives_none(
     monkeypatch.undo()
 
 
-def test_holder_that_cannot_mount_says_why_and_the_next_step_tries_again(
+def test_holder_that_cannot_mount_reports_the_error_and_the_next_step_retries(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mount(*_: object) -> None:
@@ -226,7 +234,9 @@ def test_holder_that_cannot_mount_says_why_and_the_next_step_tries_again(
 # --- requeue, cancel, crash
 
 
-def test_killed_holder_is_told_and_no_empty_directory_takes_its_place(dirs: Dirs) -> None:
+def test_directory_of_a_killed_holder_is_declined_and_not_replaced_by_an_empty_directory(
+    dirs: Dirs,
+) -> None:
     dirs.prolog(7, f"stage-dir=32M,ram stage={dirs.source}@seed:CACHE")
     assert [one.result for one in dirs.step(7).outcomes] == ["copied"]
     os.kill(holder(dirs), signal.SIGKILL)
@@ -240,7 +250,7 @@ def test_killed_holder_is_told_and_no_empty_directory_takes_its_place(dirs: Dirs
     assert not list(dirs.node.cache.jobs.iterdir())
 
 
-def test_requeued_job_has_an_empty_one(dirs: Dirs) -> None:
+def test_requeued_job_gets_an_empty_memory_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     with dirs.seen(7) as at:
         as_alice("echo old > file", at)
@@ -250,7 +260,7 @@ def test_requeued_job_has_an_empty_one(dirs: Dirs) -> None:
         assert list(at.iterdir()) == []
 
 
-def test_prolog_that_runs_again_leaves_it_as_it_is(dirs: Dirs) -> None:
+def test_second_prolog_of_a_run_keeps_the_files_of_the_memory_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     with dirs.seen(7) as at:
         as_alice("echo mine > file", at)
@@ -259,7 +269,7 @@ def test_prolog_that_runs_again_leaves_it_as_it_is(dirs: Dirs) -> None:
         assert (at / "file").read_text() == "mine\n"
 
 
-def test_epilog_ends_the_holder_and_a_killed_one_is_finished_by_the_sweep(dirs: Dirs) -> None:
+def test_epilog_stops_the_holder_and_the_sweep_does_if_the_epilog_did_not_run(dirs: Dirs) -> None:
     for job in (7, 8):
         dirs.prolog(job, "stage-dir=32M,ram")
         dirs.step(job)
@@ -272,7 +282,7 @@ def test_epilog_ends_the_holder_and_a_killed_one_is_finished_by_the_sweep(dirs: 
     assert not list(dirs.node.cache.jobs.iterdir())
 
 
-def test_epilog_before_the_first_step_leaves_nothing(dirs: Dirs) -> None:
+def test_epilog_before_the_first_step_removes_the_memory_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     assert dirs.node.epilog(7).said == ("released", "")
     assert not list(dirs.node.cache.jobs.iterdir())
@@ -280,7 +290,7 @@ def test_epilog_before_the_first_step_leaves_nothing(dirs: Dirs) -> None:
         job_dir.shown(dirs.on, dirs.job(7, ""))
 
 
-def test_holder_of_what_others_deleted_ends_by_itself(
+def test_holder_exits_once_its_lock_file_is_deleted(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_ram, "LOOK", 0.05)
@@ -291,13 +301,15 @@ def test_holder_of_what_others_deleted_ends_by_itself(
     until(lambda: holders(dirs) == [], "its end")
 
 
-def test_directory_of_an_earlier_boot_is_none(dirs: Dirs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_job_directory_recorded_before_a_reboot_is_declined(
+    dirs: Dirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     monkeypatch.setattr(job_dir, "boot_id", lambda: "another")
     assert "no directory of its own" in why(dirs)
 
 
-def test_directory_in_memory_goes_with_an_epilog_without_python(
+def test_holder_exits_after_an_epilog_without_python_marks_the_job_over(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_ram, "LOOK", 0.05)

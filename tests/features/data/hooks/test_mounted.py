@@ -199,7 +199,9 @@ def is_empty(procs: Path) -> bool:
     return not procs.read_text()
 
 
-def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) -> None:
+def test_mounted_squashfs_shows_the_nodes_copy_after_the_shared_file_was_emptied(
+    mounting: Mounting,
+) -> None:
     mounting.staged(1)
     name = mounting.socket(1)
     outcome = mounting.outcome(1)
@@ -213,7 +215,7 @@ def test_step_mounts_the_nodes_copy_and_not_the_shared_file(mounting: Mounting) 
     assert os.statvfs(shown).f_flag & 7 == os.ST_RDONLY | os.ST_NOSUID | os.ST_NODEV
 
 
-def test_two_tasks_of_a_step_are_served_by_one_process(mounting: Mounting) -> None:
+def test_two_tasks_of_a_step_share_one_squashfuse_process(mounting: Mounting) -> None:
     mounting.staged(1)
     name = mounting.socket(1)
     shown = [mounting.show(name, mounting.directory(f"alice/{n}")) for n in (1, 2)]
@@ -222,7 +224,7 @@ def test_two_tasks_of_a_step_are_served_by_one_process(mounting: Mounting) -> No
     assert len(mounting.processes()) == 3
 
 
-def test_program_has_all_ids_of_the_user_and_no_privilege(mounting: Mounting) -> None:
+def test_squashfuse_runs_with_the_users_ids_and_no_capabilities(mounting: Mounting) -> None:
     mounting.staged(1)
     mounting.show(mounting.socket(1))
     pid = mounting.processes()["program"]
@@ -243,7 +245,7 @@ def test_program_has_all_ids_of_the_user_and_no_privilege(mounting: Mounting) ->
     assert [link.partition(":")[0] for link in links[5:]] == ["pipe"]
 
 
-def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
+def test_squashfuse_starts_at_a_tasks_request_inside_the_tasks_cgroup(
     cgroup: Path, mounting: Mounting
 ) -> None:
     """It is a process of the user's: without the step's limits it would be a way out of them."""
@@ -271,7 +273,7 @@ def test_program_begins_once_a_task_asks_and_where_slurm_has_put_that(
     assert Path(f"/proc/{found['program']}/oom_score_adj").read_text() == "0\n"
 
 
-def test_program_is_killed_for_memory_as_any_of_its_users_whatever_has_started_it(
+def test_squashfuse_has_an_oom_score_adj_of_0_whatever_its_parent_has(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any machine's root may have more, not all less.
@@ -293,7 +295,7 @@ def safest() -> str:
     return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
 
 
-def test_task_that_slurm_puts_nowhere_gets_no_mount(
+def test_task_outside_of_the_steps_cgroup_is_refused_a_mount(
     cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child.enter_task_cgroups, "__defaults__", ("", 0.1))
@@ -315,7 +317,7 @@ os.execlp("sleep", "sleep", "4245")
 """
 
 
-def test_what_the_user_has_the_program_start_ends_with_the_step(
+def test_process_that_the_user_starts_by_tracing_squashfuse_is_killed_at_the_steps_end(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may trace it from its first moment, and have it be any program."""
@@ -336,7 +338,7 @@ def test_what_the_user_has_the_program_start_ends_with_the_step(
     assert not Path(f"/proc/{escaped}").exists()
 
 
-def test_program_that_its_user_stops_ends_with_the_step(mounting: Mounting) -> None:
+def test_squashfuse_stopped_by_its_user_is_killed_at_the_steps_end(mounting: Mounting) -> None:
     mounting.staged(1)
     mounting.show(mounting.socket(1))
     os.kill(mounting.processes()["program"], signal.SIGSTOP)
@@ -346,7 +348,7 @@ def test_program_that_its_user_stops_ends_with_the_step(mounting: Mounting) -> N
 
 
 @pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
-def test_files_are_their_users_whoever_they_say_they_are_of(
+def test_files_of_a_mounted_squashfs_belong_to_the_user_whatever_owner_they_record(
     mounting: Mounting, options: tuple[str, ...]
 ) -> None:
     """Some set-user-ID programs trust files of root's, and the kernel lets them look in here."""
@@ -358,7 +360,7 @@ def test_files_are_their_users_whoever_they_say_they_are_of(
 
 
 @pytest.mark.parametrize(("help", "chosen"), [("-o timeout=N", "other"), ("-o uid=N", "fake_ll")])
-def test_program_that_cannot_say_whose_files_are_is_passed_over(
+def test_squashfuse_program_without_the_uid_option_is_not_chosen(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch, help: str, chosen: str
 ) -> None:
     programs = [mounting.node.places.root / name for name in ("fake_ll", "other")]
@@ -369,7 +371,7 @@ def test_program_that_cannot_say_whose_files_are_is_passed_over(
     assert Path(serving._program()).name == chosen
 
 
-def test_server_counts_until_nothing_of_it_lives(
+def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
     cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frozen process stands for one that a disk holds in the kernel: no signal ends it."""
@@ -392,7 +394,7 @@ def test_server_counts_until_nothing_of_it_lives(
     assert serving._living(mounting.node.places.served) == []
 
 
-def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
+def test_files_owner_cannot_write_to_the_copy_through_squashfuses_descriptors(
     mounting: Mounting,
 ) -> None:
     """They may trace what serves them. The copy has the owner and the mode of its source."""
@@ -408,7 +410,7 @@ def test_owner_of_the_file_cannot_write_to_the_copy_by_the_programs_descriptors(
             os.open(copy, os.O_WRONLY)
 
 
-def test_server_ends_with_the_step_and_with_it_the_mount_that_a_task_has_left(
+def test_mount_server_ends_with_the_step_and_disconnects_a_mount_left_by_a_task(
     mounting: Mounting,
 ) -> None:
     mounting.staged(1)
@@ -422,7 +424,7 @@ def test_server_ends_with_the_step_and_with_it_the_mount_that_a_task_has_left(
         shown.read_text()
 
 
-def test_server_that_nobody_asks_starts_no_program_and_ends_with_the_step(
+def test_mount_server_without_requests_starts_no_squashfuse_and_ends_with_the_step(
     mounting: Mounting,
 ) -> None:
     mounting.staged(1)
@@ -433,7 +435,7 @@ def test_server_that_nobody_asks_starts_no_program_and_ends_with_the_step(
     assert not name.exists()
 
 
-def test_reader_of_a_killed_program_gets_an_error_and_the_next_step_a_new_one(
+def test_reader_gets_enotconn_after_squashfuse_was_killed_and_the_next_step_mounts_again(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = mounting.node.places.root / "log"
@@ -456,7 +458,7 @@ def test_reader_of_a_killed_program_gets_an_error_and_the_next_step_a_new_one(
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
 
 
-def test_program_ends_with_the_process_that_started_it(mounting: Mounting) -> None:
+def test_squashfuse_exits_when_its_keeper_is_killed(mounting: Mounting) -> None:
     """Nobody else would end it."""
     mounting.staged(1)
     shown = mounting.show(mounting.socket(1))
@@ -467,7 +469,7 @@ def test_program_ends_with_the_process_that_started_it(mounting: Mounting) -> No
         shown.read_text()
 
 
-def test_name_that_a_killed_server_left_goes_with_the_next_step(mounting: Mounting) -> None:
+def test_next_step_removes_the_socket_that_a_killed_mount_server_left(mounting: Mounting) -> None:
     mounting.staged(1)
     left = mounting.socket(1)
     os.kill(mounting.processes()["keeper"], signal.SIGKILL)
@@ -477,7 +479,7 @@ def test_name_that_a_killed_server_left_goes_with_the_next_step(mounting: Mounti
     assert {*left.parent.iterdir()} == {name, Path(f"{name}.lock")}
 
 
-def test_file_that_is_not_staged_is_mounted_from_where_it_lies(mounting: Mounting) -> None:
+def test_squashfs_that_was_declined_is_mounted_from_its_shared_path(mounting: Mounting) -> None:
     mounting.node.configure(redirect="spank", sources=["/elsewhere"])
     assert mounting.node.prolog(1, comment=mounting.comment()).said == (
         "declined",
@@ -488,7 +490,7 @@ def test_file_that_is_not_staged_is_mounted_from_where_it_lies(mounting: Mountin
     assert (outcome.reason, outcome.redirect) == ("outside-sources", "none")
 
 
-def test_file_that_comes_in_is_mounted_through_its_keeper(
+def test_squashfs_whose_copy_is_under_way_is_mounted_through_its_keeper(
     mounting: Mounting,
 ) -> None:
     through = Through(mounting.node, mounting.path)
@@ -503,7 +505,9 @@ def test_file_that_comes_in_is_mounted_through_its_keeper(
     through.close()
 
 
-def test_private_file_is_mounted_for_who_can_read_it_alone(mounting: Mounting) -> None:
+def test_private_squashfs_is_mounted_only_for_a_user_who_can_read_the_file(
+    mounting: Mounting,
+) -> None:
     mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
@@ -528,7 +532,7 @@ def declined(mounting: Mounting, why: str, job: int = 1, **environ: str) -> None
     ("data", "why"),
     [(b"x" * 5000, "look like a squashfs"), (b"hsqs" + b"\1" * 5000, "version 257.257")],
 )
-def test_file_that_is_no_squashfs_is_mounted_by_nobody(
+def test_mount_of_a_file_that_is_no_squashfs_is_refused_with_the_reason(
     mounting: Mounting, data: bytes, why: str
 ) -> None:
     """The task that asks hears it: the helper has no program begin."""
@@ -552,7 +556,7 @@ def test_file_that_is_no_squashfs_is_mounted_by_nobody(
         (serving, "SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
     ],
 )
-def test_node_that_cannot_mount_says_why_and_the_step_goes_on(
+def test_step_reports_why_the_node_cannot_mount_a_squashfs(
     mounting: Mounting,
     monkeypatch: pytest.MonkeyPatch,
     where: object,
@@ -566,7 +570,7 @@ def test_node_that_cannot_mount_says_why_and_the_step_goes_on(
     mounting.ended()
 
 
-def test_file_counts_once_for_all_steps_of_its_job(
+def test_mounted_squashfs_counts_once_to_the_users_limit_for_all_steps_of_a_job(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """17 packed jobs with one environment have 34 servers: batch scripts are steps as well."""
@@ -579,7 +583,7 @@ def test_file_counts_once_for_all_steps_of_its_job(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("messages", ["problems", "all", "none"])
-def test_mount_that_is_missing_is_said_by_each_step_and_node(
+def test_each_step_reports_a_missing_mount_unless_user_messages_is_none(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch, messages: str
 ) -> None:
     """… though the user has read their line: of another step, or of what went well."""
@@ -595,7 +599,7 @@ def test_mount_that_is_missing_is_said_by_each_step_and_node(
 
 
 @pytest.mark.parametrize("when", ["Prolog", "step"])
-def test_mount_of_a_job_that_gets_nothing_is_said_to_be_missing(
+def test_step_reports_the_missing_mount_of_a_job_on_a_switched_off_node(
     mounting: Mounting, when: str
 ) -> None:
     if when == "Prolog":
@@ -614,7 +618,7 @@ def test_mount_of_a_job_that_gets_nothing_is_said_to_be_missing(
     assert mounting.node.lease(1) is None
 
 
-def test_program_that_hangs_at_its_start_is_given_up(
+def test_task_gets_a_refusal_if_squashfuse_hangs_at_its_start(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounting.staged(1)
@@ -627,13 +631,15 @@ def test_program_that_hangs_at_its_start_is_given_up(
     assert mounting.ask(mounting.socket(1)) == ("no its server does not answer", [])
 
 
-def test_links_on_the_way_are_resolved_as_the_user(mounting: Mounting) -> None:
+def test_symbolic_links_in_a_mount_points_path_are_followed(mounting: Mounting) -> None:
     (mounting.node.shared / "way").symlink_to("alice")
     mounting.staged(1, mounting.node.shared / "way/point")
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
 
 
-def test_mount_point_that_is_not_the_users_stays(mounting: Mounting) -> None:
+def test_mount_over_a_directory_that_the_user_cannot_write_to_is_declined(
+    mounting: Mounting,
+) -> None:
     """Set-user-ID programs believe what lies there; the step's tasks could start one."""
     for job, point in enumerate(
         (
@@ -647,24 +653,26 @@ def test_mount_point_that_is_not_the_users_stays(mounting: Mounting) -> None:
         declined(mounting, "this user cannot write to the directory", job)
 
 
-def test_mount_point_that_the_user_cannot_reach_stays(mounting: Mounting) -> None:
+def test_mount_over_a_directory_that_the_user_cannot_reach_is_declined(mounting: Mounting) -> None:
     mounting.directory("bobs", BOB.uid, 0o700)
     mounting.staged(1, mounting.directory("bobs/point"))
     declined(mounting, "Permission denied")
 
 
-def test_mount_point_that_is_no_directory_stays(mounting: Mounting) -> None:
+def test_mount_over_a_regular_file_is_declined(mounting: Mounting) -> None:
     mounting.staged(1, mounting.path)
     declined(mounting, "Not a directory")
 
 
-def test_directory_above_the_jobs_own_stays(mounting: Mounting) -> None:
+def test_mount_over_a_parent_of_the_jobs_directories_is_declined(mounting: Mounting) -> None:
     os.chown(mounting.node.shared, ALICE.uid, ALICE.gid)
     mounting.staged(1, mounting.node.shared)
     declined(mounting, f"would hide {mounting.node.shared}")
 
 
-def test_directory_above_the_cache_stays_even_below_the_admins(mounting: Mounting) -> None:
+def test_mount_over_a_parent_of_the_cache_is_declined_even_below_mount_roots(
+    mounting: Mounting,
+) -> None:
     roots = {"mount_roots": [str(mounting.node.nvme.parent)]}
     mounting.node.configure(redirect="spank", data=roots)
     mounting.staged(1, mounting.node.nvme)
@@ -672,7 +680,7 @@ def test_directory_above_the_cache_stays_even_below_the_admins(mounting: Mountin
 
 
 @pytest.mark.parametrize("above", ["alice", "alice/point"])
-def test_mount_that_would_keep_the_container_from_starting_is_left_out(
+def test_mount_that_would_hide_a_directory_bound_by_the_container_is_declined(
     mounting: Mounting, above: str
 ) -> None:
     home = {"FORESTAGE_HOME": str(mounting.node.shared / above), HOME_OPTION: "1"}
@@ -681,7 +689,7 @@ def test_mount_that_would_keep_the_container_from_starting_is_left_out(
     declined(mounting, why, **home)
 
 
-def test_line_with_a_control_character_is_left_out_and_told(
+def test_step_line_with_a_control_character_is_left_out(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounting.staged(1)
@@ -700,7 +708,7 @@ def root(mounting: Mounting) -> Path:
     return root
 
 
-def test_missing_mount_point_is_made_by_the_companion_below_the_admins_directory(
+def test_step_requests_a_missing_mount_point_below_mount_roots_from_the_companion(
     mounting: Mounting, root: Path
 ) -> None:
     mounting.staged(1, root / "a/b")
@@ -710,7 +718,7 @@ def test_missing_mount_point_is_made_by_the_companion_below_the_admins_directory
     assert [*root.iterdir()] == []
 
 
-def test_mount_point_of_the_admins_is_the_users_to_mount_over(
+def test_existing_directory_below_mount_roots_is_mounted_over(
     mounting: Mounting, root: Path
 ) -> None:
     (root / "there").mkdir()
@@ -719,27 +727,27 @@ def test_mount_point_of_the_admins_is_the_users_to_mount_over(
     assert served[2:] == [f"{root}/there", str((root / "there").stat().st_ino)]
 
 
-def test_directory_with_something_in_it_is_not_hidden(mounting: Mounting, root: Path) -> None:
+def test_mount_root_that_is_not_empty_is_declined(mounting: Mounting, root: Path) -> None:
     (root / "there").mkdir()
     mounting.staged(1, root / "missing")
     declined(mounting, f"{root} is no empty directory of root's")
 
 
-def test_directory_of_somebody_else_is_no_place_for_mount_points(
-    mounting: Mounting, root: Path
-) -> None:
+def test_mount_root_that_belongs_to_a_user_is_declined(mounting: Mounting, root: Path) -> None:
     os.chown(root, ALICE.uid, ALICE.gid)
     mounting.staged(1, root / "missing")
     declined(mounting, f"{root} is no empty directory of root's")
 
 
-def test_missing_mount_point_elsewhere_is_told(mounting: Mounting) -> None:
+def test_missing_mount_point_outside_of_mount_roots_is_declined(mounting: Mounting) -> None:
     mounting.staged(1, mounting.node.shared / "alice/missing")
     declined(mounting, "does not exist")
 
 
 @pytest.mark.parametrize("point", ["/", "/etc", "/usr/lib/x", "/proc/self", "/var"])
-def test_nothing_is_copied_for_a_mount_point_of_the_systems(mounting: Mounting, point: str) -> None:
+def test_mount_over_a_system_directory_is_declined_and_nothing_is_copied(
+    mounting: Mounting, point: str
+) -> None:
     assert mounting.node.prolog(1, comment=mounting.comment(point)).said == (
         "declined",
         "no-mount",
@@ -748,7 +756,7 @@ def test_nothing_is_copied_for_a_mount_point_of_the_systems(mounting: Mounting, 
     declined(mounting, "nothing may be mounted over")
 
 
-def test_entry_of_a_mounted_file_is_data_as_its_request_is(mounting: Mounting) -> None:
+def test_entry_and_outcomes_of_a_mounted_squashfs_are_recorded_as_data(mounting: Mounting) -> None:
     mounting.staged(1)
     (entry,) = mounting.node.cache.stored_entries()
     assert entry.is_data
@@ -762,7 +770,7 @@ def test_entry_of_a_mounted_file_is_data_as_its_request_is(mounting: Mounting) -
     assert entry.is_data
 
 
-def test_mounted_file_takes_data_s_share_and_evicts_no_image(mounting: Mounting) -> None:
+def test_mounted_squashfs_is_limited_to_datas_share_and_evicts_no_image(mounting: Mounting) -> None:
     image = mounting.node.put("alice/image.sqsh", content())
     mounting.node.configure(redirect="bind")
     mounting.node.prolog(1, image)
@@ -776,12 +784,12 @@ def test_mounted_file_takes_data_s_share_and_evicts_no_image(mounting: Mounting)
     assert mounting.outcome(2).redirect == "none"
 
 
-def test_job_without_data_has_no_note(mounting: Mounting) -> None:
+def test_prolog_of_a_job_without_data_writes_no_data_notes(mounting: Mounting) -> None:
     mounting.node.prolog(1, comment=f"stage={mounting.path}")
     assert mounting.node.leases.said(1).data is None
 
 
-def test_outcome_of_the_prolog_is_as_that_of_an_image(mounting: Mounting) -> None:
+def test_prolog_of_a_mounted_squashfs_starts_a_copy_and_then_has_a_hit(mounting: Mounting) -> None:
     assert mounting.node.prolog(1, comment=mounting.comment()).said == ("started", "")
     mounting.copied()
     assert mounting.node.prolog(2, comment=mounting.comment()).said == ("hit", "")

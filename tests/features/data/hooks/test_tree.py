@@ -139,7 +139,7 @@ def differences(path: Path, copy: Path) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
-def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
+def test_staged_directory_shows_the_same_files_with_the_same_rights(
     spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     path = fill(spank)
@@ -155,7 +155,9 @@ def test_tree_that_is_staged_shows_the_same_files_with_the_same_rights(
     assert read_as(BOB, copy / "private") is None
 
 
-def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:
+def test_acl_of_a_file_is_kept_in_a_staged_directory(
+    spank: Node, mounted: Callable[[data.StepPart], Path]
+) -> None:
     path = fill(spank)
     file = spank.server / "alice/set/private"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", file], check=True)
@@ -165,7 +167,7 @@ def test_acl_of_a_file_is_kept(spank: Node, mounted: Callable[[data.StepPart], P
     assert read_as(BOB, copy / "private") == b"mine"
 
 
-def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
+def test_ls_and_status_list_a_staged_directory_as_data_and_not_as_an_image(spank: Node) -> None:
     image = spank.put("alice/image.sqsh", content(1))
     assert spank.prolog(7, image).said == ("started", "")
     key = spank.identity(image).key
@@ -188,14 +190,16 @@ def test_commands_tell_the_directory_from_an_image(spank: Node) -> None:
     assert "data" in dict(status._list_facts(now))
 
 
-def test_set_id_bits_are_not_copied(spank: Node, mounted: Callable[[data.StepPart], Path]) -> None:
+def test_set_id_bits_are_not_copied_into_a_staged_directory(
+    spank: Node, mounted: Callable[[data.StepPart], Path]
+) -> None:
     path = fill(spank)
     (spank.server / "alice/set/a/003").chmod(0o6755)
     staged(spank, 1, path)
     assert (mounted(show(spank, 1)) / "a/003").stat().st_mode & 0o7777 == 0o755
 
 
-def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
+def test_second_job_of_a_staged_directory_has_a_hit_and_copies_nothing(spank: Node) -> None:
     path = fill(spank)
     first = staged(spank, 1, path)
     assert staged(spank, 2, path).key == first.key
@@ -203,7 +207,7 @@ def test_second_job_has_a_hit_and_brings_nothing(spank: Node) -> None:
     assert spank.held(2).uses[0].key == first.key
 
 
-def test_tree_is_local_at_the_path_that_the_comment_names(spank: Node) -> None:
+def test_step_reports_each_directory_of_the_comment_as_local_path(spank: Node) -> None:
     path, late = fill(spank), fill(spank, "alice/late")
     staged(spank, 7, path)
     assert show(spank, 7).local == (str(path),)
@@ -214,7 +218,7 @@ def test_tree_is_local_at_the_path_that_the_comment_names(spank: Node) -> None:
     assert show(spank, 8).local == (str(late), str(path), str(path / "a"))
 
 
-def test_tree_that_has_changed_since_is_shown_to_no_step(spank: Node) -> None:
+def test_directory_that_changed_after_it_was_staged_is_declined_for_steps(spank: Node) -> None:
     path = fill(spank)
     staged(spank, 1, path)
     (spank.server / "alice/set/a/007").write_bytes(b"other")
@@ -224,7 +228,7 @@ def test_tree_that_has_changed_since_is_shown_to_no_step(spank: Node) -> None:
 
 
 @pytest.mark.parametrize("change", ["new", "gone", "mode", "replaced"])
-def test_every_change_makes_another_entry(spank: Node, change: str) -> None:
+def test_any_change_in_a_directory_makes_another_entry(spank: Node, change: str) -> None:
     path = fill(spank)
     file = spank.server / "alice/set/a/007"
     first = staged(spank, 1, path)
@@ -245,14 +249,14 @@ def test_every_change_makes_another_entry(spank: Node, change: str) -> None:
     assert second.key != first.key
 
 
-def test_other_user_who_may_read_all_shares_the_entry(spank: Node) -> None:
+def test_other_user_with_read_access_to_the_whole_directory_shares_its_entry(spank: Node) -> None:
     path = fill(spank)
     (spank.server / "alice/set/private").unlink()
     (spank.server / "alice/set/a/sub").chmod(0o755)
     assert staged(spank, 1, path).key == staged(spank, 2, path, BOB).key
 
 
-def test_user_who_may_not_read_one_file_gets_none_of_it(spank: Node) -> None:
+def test_user_who_cannot_read_a_file_of_the_directory_is_declined_its_entry(spank: Node) -> None:
     path = fill(spank)
     assert staged(spank, 1, path).state == "ready"
     found = staged(spank, 2, path, BOB)
@@ -281,7 +285,7 @@ def odd(node: Node, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["fifo", "socket", "device", "disk"])
-def test_what_is_no_file_has_the_tree_declined(spank: Node, what: str) -> None:
+def test_directory_with_a_fifo_socket_device_or_mount_is_declined(spank: Node, what: str) -> None:
     path = fill(spank)
     odd(spank, what)
     found = staged(spank, 1, path)
@@ -291,7 +295,9 @@ def test_what_is_no_file_has_the_tree_declined(spank: Node, what: str) -> None:
         mounts.umount(str(path / "other"))
 
 
-def test_directory_of_links_alone_says_where_the_bytes_are(spank: Node) -> None:
+def test_directory_of_links_only_is_declined_with_a_detail_that_counts_the_links(
+    spank: Node,
+) -> None:
     spank.put("alice/snapshots/x", b"")
     top = spank.server / "alice/snapshots"
     (top / "x").unlink()
@@ -301,7 +307,7 @@ def test_directory_of_links_alone_says_where_the_bytes_are(spank: Node) -> None:
     assert "only 1 links" in found.detail
 
 
-def test_too_many_files_are_refused_with_what_to_do(spank: Node) -> None:
+def test_directory_with_more_than_max_files_is_declined_with_the_limit(spank: Node) -> None:
     spank.configure(redirect="spank", data={"max_files": 10})
     found = staged(spank, 1, fill(spank))
     assert (found.state, found.reason) == ("declined", "too-many-files")
@@ -309,7 +315,7 @@ def test_too_many_files_are_refused_with_what_to_do(spank: Node) -> None:
 
 
 @pytest.mark.parametrize("size", [8 << 50, (1 << 63) - 1])
-def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
+def test_directory_with_a_file_of_petabytes_is_declined_before_its_layout_is_computed(
     spank: Node, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     path = fill(spank)
@@ -320,7 +326,7 @@ def test_tree_with_a_hole_of_any_size_is_declined_before_its_layout(
     assert spank.entries() == set()
 
 
-def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
+def test_sparse_files_of_a_directory_take_only_their_datas_space_and_evict_no_image(
     spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     image = spank.put("bob/image.sqsh", content(1), BOB)
@@ -348,7 +354,7 @@ def test_tree_of_holes_takes_the_room_of_its_bytes_and_evicts_nothing(
     ("name", "reason"),
     [("alice/none", "missing"), ("alice/file", "not-a-directory"), ("bob", "no-permission")],
 )
-def test_path_that_is_no_directory_of_the_users_says_so(
+def test_path_that_is_missing_a_file_or_unreadable_is_declined_with_that_reason(
     spank: Node, name: str, reason: str
 ) -> None:
     spank.put("alice/file", b"x")
@@ -363,7 +369,7 @@ def test_directory_outside_of_the_sources_is_declined(spank: Node) -> None:
     assert (found.state, found.reason) == ("declined", "outside-sources")
 
 
-def test_path_that_leads_elsewhere_than_its_name_is_declined(
+def test_directory_that_opens_as_another_path_is_declined(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     """As /proc/PID/root of a user's own namespace does: its name is another directory's here."""
@@ -379,7 +385,7 @@ def test_path_that_leads_elsewhere_than_its_name_is_declined(
     assert (found.state, found.reason) == ("declined", "bad-path")
 
 
-def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
+def test_directory_above_the_jobs_working_directory_is_not_mounted_over(spank: Node) -> None:
     spank.put("alice/set/x", b"x")
     path = spank.shared
     staged(spank, 1, path / "alice/set")
@@ -388,7 +394,7 @@ def test_directory_in_which_the_job_works_stays_as_it_is(spank: Node) -> None:
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
 
 
-def test_tree_that_changes_while_it_is_copied_is_no_entry(
+def test_directory_that_changes_while_it_is_copied_makes_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
@@ -398,7 +404,7 @@ def test_tree_that_changes_while_it_is_copied_is_no_entry(
     assert spank.entries() == set()
 
 
-def test_tree_with_a_file_that_is_open_for_writing_is_not_tried_again_for_a_while(
+def test_directory_with_a_file_open_for_writing_is_declined_and_not_retried_for_a_while(
     spank: Node,
 ) -> None:
     """A database or a log is open for ever: else each job would read all that lies before it."""
@@ -423,7 +429,7 @@ def test_tree_with_a_file_that_is_open_for_writing_is_not_tried_again_for_a_whil
     assert staged(spank, 3, path).state == "ready"
 
 
-def test_file_that_is_swapped_before_it_is_read_is_no_entry(
+def test_file_replaced_by_a_link_before_it_is_read_makes_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
@@ -440,7 +446,7 @@ def test_file_that_is_swapped_before_it_is_read_is_no_entry(
     assert spank.entries() == set()
 
 
-def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
+def test_directory_without_free_space_is_declined_and_evicts_no_image(spank: Node) -> None:
     image = spank.put("alice/image.sqsh", content(1))
     assert spank.prolog(7, image).said == ("started", "")
     key = spank.identity(image).key
@@ -454,7 +460,7 @@ def test_tree_without_room_is_declined_and_evicts_no_image(spank: Node) -> None:
     assert spank.parts() == []
 
 
-def test_hard_links_take_the_room_of_one_file(
+def test_hard_links_in_a_staged_directory_take_the_space_of_one_file(
     spank: Node, mounted: Callable[[data.StepPart], Path]
 ) -> None:
     """Twenty-one names of 8 MiB would be more than the disk has."""
@@ -477,7 +483,7 @@ def test_hard_links_take_the_room_of_one_file(
     assert (copy / "d19/name").samefile(copy / "large")
 
 
-def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
+def test_killed_copy_of_a_directory_is_resumed_by_the_next_job(
     spank: Node, after: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
@@ -500,14 +506,14 @@ def test_killed_copy_of_a_tree_is_resumed_by_the_next_job(
     assert copied.resumed > 0
 
 
-def test_step_that_waits_gets_the_tree_of_its_own_job(spank: Node) -> None:
+def test_step_that_waits_gets_the_directory_that_its_job_stages(spank: Node) -> None:
     path = fill(spank)
     begin(spank, 1, f"stage={path}/")
     assert [line[0] for line in show(spank, 1, wait=600.0).lines] == ["device"]
 
 
 @pytest.mark.parametrize("state", ["looking", "copying"])
-def test_step_that_waits_can_say_how_far_the_tree_is(
+def test_step_that_waits_reports_whether_the_directory_is_scanned_or_copied(
     spank: Node, monkeypatch: pytest.MonkeyPatch, state: Literal["looking", "copying"]
 ) -> None:
     path = fill(spank)
@@ -541,7 +547,7 @@ def test_step_that_waits_can_say_how_far_the_tree_is(
     os.close(here)
 
 
-def test_step_does_not_wait_for_a_process_that_was_killed(
+def test_step_does_not_wait_for_a_killed_process_that_stages_a_directory(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
@@ -552,7 +558,7 @@ def test_step_does_not_wait_for_a_process_that_was_killed(
     assert "killed" in shown.outcomes[0].detail
 
 
-def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_record(
+def test_directory_process_of_an_earlier_run_writes_nothing_into_the_requeued_jobs_record(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, gate = fill(spank), spank.nvme / "gate"
@@ -582,7 +588,7 @@ def test_process_of_an_earlier_run_of_the_job_notes_nothing_in_the_new_ones_reco
         directory._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
 
 
-def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
+def test_max_image_size_limits_directories_too(spank: Node) -> None:
     spank.configure(redirect="spank", max_image_size="1M")
     path = fill(spank)
     assert staged(spank, 1, path).state == "ready"
@@ -592,7 +598,7 @@ def test_limit_for_images_is_one_for_directories(spank: Node) -> None:
     assert "max_image_size" in found.detail
 
 
-def test_step_that_does_not_wait_starts_from_the_shared_path(
+def test_step_that_does_not_wait_for_a_directory_keeps_the_shared_path(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
@@ -602,7 +608,7 @@ def test_step_that_does_not_wait_starts_from_the_shared_path(
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
 
 
-def test_tree_of_a_job_that_is_over_is_not_begun(
+def test_directory_of_a_job_whose_lease_is_gone_is_not_staged(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
@@ -613,7 +619,7 @@ def test_tree_of_a_job_that_is_over_is_not_begun(
     assert spank.lease(1) is None
 
 
-def test_directories_of_one_user_take_turns_and_leave_others_a_place(
+def test_directories_of_one_user_are_staged_in_turn_while_another_users_proceeds(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes root's memory for all its names, whatever job it is of."""
@@ -632,7 +638,7 @@ def test_directories_of_one_user_take_turns_and_leave_others_a_place(
     assert settled(spank, 1, path).state == "ready"
 
 
-def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
+def test_step_scans_of_one_user_run_in_turn_and_do_not_block_another_user(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "OF_USER", 1)
@@ -650,7 +656,7 @@ def test_looks_of_one_users_steps_take_turns_and_are_in_no_other_users_way(
     assert show(spank, 1).outcomes[0].result == "hit"
 
 
-def test_look_that_a_step_has_no_time_for_is_declined_before_it_begins(
+def test_scan_that_would_exceed_the_steps_time_is_declined_before_it_starts(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How long it takes is known from the job's start."""
@@ -668,7 +674,7 @@ def test_look_that_a_step_has_no_time_for_is_declined_before_it_begins(
     assert "forestage pack" in outcome.detail
 
 
-def test_look_that_ends_in_no_time_blames_the_files_and_not_the_file_server(
+def test_scan_that_runs_out_of_time_is_declined_as_too_many_files(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
@@ -710,7 +716,7 @@ class Looks:
         return found
 
 
-def test_steps_that_begin_together_share_a_look_that_began_after_them(
+def test_concurrent_steps_share_one_scan_that_started_after_them(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, asked = Looks(spank, monkeypatch), threading.Semaphore(0)
@@ -734,7 +740,7 @@ def test_steps_that_begin_together_share_a_look_that_began_after_them(
     assert found == 5 * ["2"]
 
 
-def test_step_takes_no_look_that_began_before_it(
+def test_step_does_not_use_a_scan_that_started_before_the_step(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job may have written to the directory since."""
@@ -743,7 +749,7 @@ def test_step_takes_no_look_that_began_before_it(
 
 
 @pytest.mark.parametrize("what", ["boot", "damaged"])
-def test_step_takes_no_look_of_another_boot_or_that_it_cannot_read(
+def test_step_ignores_a_scan_record_of_another_boot_or_a_damaged_record(
     spank: Node, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     looks = Looks(spank, monkeypatch)
@@ -756,7 +762,7 @@ def test_step_takes_no_look_of_another_boot_or_that_it_cannot_read(
     assert looks.step() == "2"
 
 
-def test_directories_of_all_users_have_so_many_places(
+def test_directory_waits_if_all_slots_for_staged_directories_are_held(
     spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
 ) -> None:
     monkeypatch.setattr(directory, "PLACES", 1)
@@ -771,7 +777,7 @@ def test_directories_of_all_users_have_so_many_places(
     assert settled(spank, 1, path).state == "ready"
 
 
-def test_devices_go_with_the_last_lease(spank: Node) -> None:
+def test_loop_device_of_a_directory_is_released_with_its_last_lease(spank: Node) -> None:
     path = fill(spank)
     staged(spank, 1, path)
     staged(spank, 2, path)
@@ -782,7 +788,9 @@ def test_devices_go_with_the_last_lease(spank: Node) -> None:
         assert len(devices(spank)) == left
 
 
-def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_stops_waiting_for_a_directory_at_its_deadline(
+    spank: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step's wait ends, whatever becomes of the copy."""
     path = fill(spank)
     monkeypatch.setattr(
@@ -796,7 +804,7 @@ def test_hits_wait_deadline_is_kept(spank: Node, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("own", ["FORESTAGE_HOME", "SLURM_JOB_WORK_DIR"])
 @pytest.mark.parametrize("written", ["link", "resolved"])
-def test_directory_that_holds_the_jobs_own_is_not_shown_wherever_links_lead(
+def test_directory_above_the_jobs_home_or_working_directory_is_not_mounted_even_through_links(
     spank: Node, own: str, written: str
 ) -> None:
     """It would become read-only, and with it the home or the directory that the job works in."""

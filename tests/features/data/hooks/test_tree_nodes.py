@@ -157,7 +157,9 @@ def path(cluster: Cluster) -> Path:
 ALL = FILES + 7  # and the folders
 
 
-def test_one_node_looks_at_all_and_the_other_at_a_sample(cluster: Cluster, path: Path) -> None:
+def test_first_node_of_a_job_scans_the_whole_directory_and_the_other_a_sample(
+    cluster: Cluster, path: Path
+) -> None:
     with cluster.serving():
         first = cluster.start("n1", path)
         assert cluster.looked("n1") >= ALL
@@ -172,7 +174,7 @@ def test_one_node_looks_at_all_and_the_other_at_a_sample(cluster: Cluster, path:
 
 
 @pytest.mark.parametrize("has_service", [False, True])
-def test_node_without_a_service_of_its_own_looks_itself_by_default(
+def test_node_without_a_peer_service_scans_the_directory_itself_by_default(
     cluster: Cluster, path: Path, has_service: bool
 ) -> None:
     cluster.configure("n2", "auto")
@@ -185,7 +187,9 @@ def test_node_without_a_service_of_its_own_looks_itself_by_default(
     assert cluster.looked("n2") == (manifest.SAMPLE if has_service else ALL)
 
 
-def test_hit_on_the_other_node_is_a_sample_of_looks(cluster: Cluster, path: Path) -> None:
+def test_later_job_scans_all_on_the_first_node_and_a_sample_on_the_other(
+    cluster: Cluster, path: Path
+) -> None:
     with cluster.serving():
         for name in NODES:
             cluster.start(name, path)
@@ -195,7 +199,9 @@ def test_hit_on_the_other_node_is_a_sample_of_looks(cluster: Cluster, path: Path
     assert (cluster.looked("n1"), cluster.looked("n2")) == (ALL, manifest.SAMPLE)
 
 
-def test_copy_of_a_lent_look_has_the_same_bytes_and_rights(cluster: Cluster, path: Path) -> None:
+def test_nodes_that_share_a_scan_make_identical_copies_with_acls_and_links(
+    cluster: Cluster, path: Path
+) -> None:
     server = cluster.nodes["n1"].server / "alice/set"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:r", server / "1/1"], check=True)
     (server / "link").symlink_to("1/1")
@@ -207,7 +213,7 @@ def test_copy_of_a_lent_look_has_the_same_bytes_and_rights(cluster: Cluster, pat
     assert copies[0] == copies[1]
 
 
-def test_nodes_agree_on_hard_links_and_see_one_file(cluster: Cluster, path: Path) -> None:
+def test_nodes_that_share_a_scan_copy_hard_links_identically(cluster: Cluster, path: Path) -> None:
     server = cluster.nodes["n1"].server / "alice/set"
     for name in ("0/link", "3/link", "6/link"):
         (server / name).hardlink_to(server / "5/96")
@@ -223,7 +229,7 @@ def test_nodes_agree_on_hard_links_and_see_one_file(cluster: Cluster, path: Path
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
-def test_other_node_looks_itself_where_the_first_one_is_silent(
+def test_node_scans_the_directory_itself_if_the_first_node_publishes_no_scan(
     cluster: Cluster, path: Path, when: str
 ) -> None:
     if when == "start":
@@ -243,7 +249,7 @@ def test_other_node_looks_itself_where_the_first_one_is_silent(
     assert cluster.looked("n2") == ALL
 
 
-def test_step_looks_itself_where_the_first_nodes_service_hangs(
+def test_step_scans_the_directory_itself_if_the_first_nodes_service_hangs(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster.serving():
@@ -263,7 +269,7 @@ def test_step_looks_itself_where_the_first_nodes_service_hangs(
     assert cluster.looked("n2") == ALL
 
 
-def test_look_beside_a_name_service_that_hangs_asks_it_for_nobody(
+def test_step_scans_without_user_lookups_while_the_name_service_hangs(
     cluster: Cluster, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that is left there may hold a lock of it when the look is forked, for ever there."""
@@ -295,7 +301,9 @@ def test_look_beside_a_name_service_that_hangs_asks_it_for_nobody(
     assert (cluster.looked("n2"), asked.exists()) == (ALL, False)
 
 
-def test_step_asks_no_first_node_that_was_silent_a_moment_ago(cluster: Cluster, path: Path) -> None:
+def test_step_does_not_query_a_first_node_that_was_silent_recently(
+    cluster: Cluster, path: Path
+) -> None:
     other = cluster.nodes["n2"]
     with cluster.serving():
         for name in NODES:
@@ -310,7 +318,9 @@ def test_step_asks_no_first_node_that_was_silent_a_moment_ago(cluster: Cluster, 
         assert cluster.looked("n2") < ALL
 
 
-def test_look_of_another_step_or_run_is_not_this_ones(cluster: Cluster, path: Path) -> None:
+def test_step_does_not_use_the_scan_of_another_step_or_of_an_earlier_run(
+    cluster: Cluster, path: Path
+) -> None:
     server = cluster.nodes["n1"].server / "alice/set"
     with cluster.serving():
         for name in NODES:
@@ -329,7 +339,7 @@ def test_look_of_another_step_or_run_is_not_this_ones(cluster: Cluster, path: Pa
     assert (shown.lines, shown.outcomes[0].reason) == ([], "changed")
 
 
-def test_change_that_the_first_node_has_seen_is_told_to_the_other(
+def test_change_found_by_the_first_node_declines_the_other_nodes_step_without_a_scan(
     cluster: Cluster, path: Path
 ) -> None:
     with cluster.serving():
@@ -342,7 +352,7 @@ def test_change_that_the_first_node_has_seen_is_told_to_the_other(
     assert cluster.looked("n2") == 0
 
 
-def test_step_whose_first_node_has_no_copy_looks_at_once(
+def test_step_scans_the_directory_itself_at_once_if_the_first_node_lost_its_copy(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "NOT_YET", 600.0)
@@ -356,7 +366,7 @@ def test_step_whose_first_node_has_no_copy_looks_at_once(
     assert cluster.looked("n2") == ALL
 
 
-def test_step_on_other_nodes_than_the_jobs_first_has_a_first_of_its_own(
+def test_step_without_the_jobs_first_node_scans_on_the_first_node_of_its_own_list(
     cluster: Cluster, path: Path
 ) -> None:
     with cluster.serving():
@@ -368,7 +378,9 @@ def test_step_on_other_nodes_than_the_jobs_first_has_a_first_of_its_own(
     assert cluster.looked("n2") == ALL
 
 
-def test_list_of_a_step_that_names_strangers_asks_none_of_them(cluster: Cluster) -> None:
+def test_step_node_list_with_nodes_outside_the_job_is_reduced_to_the_jobs_nodes(
+    cluster: Cluster,
+) -> None:
     """It is a user's word."""
     bare, job = cluster.bare("n2"), cluster.job("n2", SLURM_STEP_ID="0")
     job = msgspec.structs.replace(job, step_nodelist="evil,n[1-2]")
@@ -406,7 +418,9 @@ def told(path: Path) -> Iterator[Told]:
     os.setgroups(groups)
 
 
-def test_look_at_the_same_files_with_the_same_rights_holds(told: Told) -> None:
+def test_scan_from_the_first_node_is_accepted_if_files_and_rights_are_equal_here(
+    told: Told,
+) -> None:
     assert told.holds()
 
 
@@ -419,13 +433,13 @@ def test_look_at_the_same_files_with_the_same_rights_holds(told: Told) -> None:
         {"path": "/elsewhere"},
     ],
 )
-def test_look_of_another_file_system_or_of_other_groups_does_not_hold(
+def test_scan_of_another_file_system_path_or_group_list_is_rejected(
     told: Told, facts: dict[str, object]
 ) -> None:
     assert not told.holds(**facts)
 
 
-def test_file_system_of_a_disk_of_this_node_is_nobody_elses(
+def test_local_disk_file_system_has_no_cluster_wide_name(
     tmp_path: Path, told: Told, node: Node
 ) -> None:
     """Nodes made of one image of a disk have files with the same numbers and times."""
@@ -443,7 +457,9 @@ def test_file_system_of_a_disk_of_this_node_is_nobody_elses(
 
 
 @pytest.mark.parametrize("what", ["top", "files", "rights", "acls"])
-def test_look_whose_files_are_others_here_does_not_hold(told: Told, path: Path, what: str) -> None:
+def test_scan_is_rejected_if_the_files_rights_or_acls_differ_on_this_node(
+    told: Told, path: Path, what: str
+) -> None:
     if what == "top":
         path.chmod(0o711)
     elif what == "acls":
@@ -455,7 +471,7 @@ def test_look_whose_files_are_others_here_does_not_hold(told: Told, path: Path, 
     assert not told.holds()
 
 
-def test_files_that_this_node_does_not_let_the_user_read_are_declined(
+def test_scan_with_files_unreadable_for_the_user_on_this_node_is_declined(
     told: Told, path: Path
 ) -> None:
     for file in path.glob("*/*"):
@@ -480,14 +496,14 @@ def test_files_that_this_node_does_not_let_the_user_read_are_declined(
         told.holds()
 
 
-def test_old_look_is_not_a_steps(told: Told) -> None:
+def test_scan_older_or_newer_than_the_allowed_clock_skew_is_not_fresh(told: Told) -> None:
     assert agreement.is_fresh(told.look, agreement.SKEW)
     assert not agreement.is_fresh(told.look, agreement.SKEW + 1)
     assert not agreement.is_fresh(told.look, -agreement.SKEW - 1)
 
 
 @pytest.mark.parametrize("lie", ["size", "digest", "unsound", "garbage"])
-def test_lies_of_a_first_node_have_the_other_look_itself(
+def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_corrupt(
     cluster: Cluster, path: Path, lie: str, told: Told
 ) -> None:
     """Bytes never come from a look; but root makes of it what the kernel parses."""
@@ -518,7 +534,7 @@ def told_name(cluster: Cluster, path: Path) -> str:
     return found.name
 
 
-def test_tree_that_has_just_changed_is_looked_at_by_each_node(
+def test_each_node_scans_a_directory_that_has_just_changed(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A further change might not show in its times."""
@@ -528,7 +544,7 @@ def test_tree_that_has_just_changed_is_looked_at_by_each_node(
     assert cluster.looked("n2") >= 2 * ALL  # also once it was copied
 
 
-def test_file_that_changes_once_it_was_read_here_is_no_entry(cluster: Cluster, path: Path) -> None:
+def test_file_that_changes_after_it_was_copied_makes_no_entry(cluster: Cluster, path: Path) -> None:
     file = cluster.nodes["n1"].server / "alice/set/6/6"
     with cluster.serving():
         first = cluster.start("n1", path)
@@ -550,7 +566,7 @@ def test_file_that_changes_once_it_was_read_here_is_no_entry(cluster: Cluster, p
     assert cluster.nodes["n2"].entries() == set()
 
 
-def test_looks_go_with_the_job(cluster: Cluster, path: Path) -> None:
+def test_epilog_and_sweep_remove_the_scans_of_ended_jobs(cluster: Cluster, path: Path) -> None:
     cluster.start("n1", path)
     node = cluster.nodes["n1"]
     assert len(list((node.cache.looks / "1").iterdir())) == 2
@@ -563,7 +579,7 @@ def test_looks_go_with_the_job(cluster: Cluster, path: Path) -> None:
     assert list(node.cache.looks.iterdir()) == []
 
 
-def test_answer_that_says_nothing_is_none(cluster: Cluster) -> None:
+def test_scan_notice_without_a_stored_scan_returns_none(cluster: Cluster) -> None:
     one = SharedScan(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
     one.tell(ScanNotice("looked"))  # the job is over: its directory has gone
     assert one.kept() is None

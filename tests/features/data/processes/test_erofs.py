@@ -137,7 +137,7 @@ def shown(file: ManifestEntry) -> ManifestEntry:
 
 
 @given(tree=TREES, acl=ENTRIES, drawn=st.randoms(use_true_random=False))
-def test_every_tree_can_be_read_again(
+def test_erofs_layout_of_any_tree_reads_back_the_same_names_inodes_acls_and_offsets(
     tree: dict[bytes, object], acl: bytes, drawn: random.Random
 ) -> None:
     files = made_of(tree, drawn)
@@ -161,7 +161,7 @@ def test_every_tree_can_be_read_again(
     assert at <= made.size
 
 
-def test_layout_is_the_same_for_the_same_manifest() -> None:
+def test_erofs_layout_is_deterministic_and_depends_on_the_directorys_path() -> None:
     files = (ROOT, ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, 5, 1, 2, 3))
     assert erofs.layout(DirectoryManifest("/top", files), {}) == erofs.layout(
         DirectoryManifest("/top", files), {}
@@ -172,7 +172,7 @@ def test_layout_is_the_same_for_the_same_manifest() -> None:
     )  # each has its own UUID
 
 
-def test_place_of_a_byte_is_that_of_the_last_file_before_it() -> None:
+def test_erofs_layout_finds_the_file_of_an_offset() -> None:
     sizes = (5, 0, BLOCK + 1, 7)
     files = [
         ManifestEntry(b"%d" % n, stat.S_IFREG, 0, 0, size, 0, 0, n) for n, size in enumerate(sizes)
@@ -186,7 +186,7 @@ def test_place_of_a_byte_is_that_of_the_last_file_before_it() -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 44, (1 << 63) - 1])
-def test_more_than_the_format_can_hold_is_declined(size: int) -> None:
+def test_erofs_layout_with_a_file_larger_than_the_format_allows_is_declined(size: int) -> None:
     """A file of 8 EiB takes its user no more than a truncate(1)."""
     files = (ROOT, ManifestEntry(b"hole", stat.S_IFREG, 0, 0, size, 0, 0, 1))
     with pytest.raises(Declined) as caught:
@@ -248,7 +248,7 @@ def differences(node: Node, top: Path, copy: Path) -> str:
         return rsync("-nacAX", top, point)
 
 
-def test_kernel_finds_every_name_of_a_large_directory(node: Node, top: Path) -> None:
+def test_kernel_lists_every_name_of_a_large_erofs_directory(node: Node, top: Path) -> None:
     drawn = random.Random(1)
     for number in range(3000):
         name = b"%04d" % number + drawn.randbytes(drawn.randrange(100)).translate(None, b"/\0")
@@ -257,7 +257,9 @@ def test_kernel_finds_every_name_of_a_large_directory(node: Node, top: Path) -> 
     assert differences(node, top, image(node, top)) == ""
 
 
-def test_kernel_shows_links_modes_and_times_as_they_are(node: Node, top: Path) -> None:
+def test_kernel_shows_links_modes_and_times_of_an_erofs_image_unchanged(
+    node: Node, top: Path
+) -> None:
     for length in (1, 59, 4000, 4031, 4032, 4033, 4095):
         (top / f"link{length}").symlink_to("x" * length)
     for mode in (0o555, 0o755, 0o4755, 0o2750, 0o7777):
@@ -272,7 +274,7 @@ def test_kernel_shows_links_modes_and_times_as_they_are(node: Node, top: Path) -
     assert differences(node, top, image(node, top, User("", 123456, 70000))) == ""
 
 
-def test_kernel_shows_acls_of_any_length(node: Node, top: Path) -> None:
+def test_kernel_shows_acls_of_any_length_in_an_erofs_image(node: Node, top: Path) -> None:
     for count in (1, 10, 400):
         file = top / f"file{count}"
         file.write_bytes(b"x")
@@ -283,7 +285,9 @@ def test_kernel_shows_acls_of_any_length(node: Node, top: Path) -> None:
     assert differences(node, top, image(node, top)) == ""
 
 
-def test_hard_links_are_copied_once_and_are_one_file_again(node: Node, top: Path) -> None:
+def test_erofs_image_holds_hard_linked_files_once_with_their_link_count(
+    node: Node, top: Path
+) -> None:
     """In several directories; a name outside of the tree is none of the copy's."""
     (top / "a/b").mkdir(parents=True)
     (top / "c").mkdir()
@@ -308,7 +312,7 @@ def test_hard_links_are_copied_once_and_are_one_file_again(node: Node, top: Path
         assert rsync("-nacAXH", top, point) == ""
 
 
-def test_names_of_one_inode_are_entries_of_one(node: Node) -> None:
+def test_erofs_layout_gives_hard_links_one_inode(node: Node) -> None:
     file = ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, BLOCK + 1, 1, 2, 3)
     files = (ROOT, *(msgspec.structs.replace(file, path=name) for name in (b"a", b"b", b"c")))
     made = erofs.layout(DirectoryManifest("/top", files, links=((3, 1),)), {})
@@ -320,13 +324,17 @@ def test_names_of_one_inode_are_entries_of_one(node: Node) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 4095, 4096, 100_000])
-def test_pieces_of_any_size_make_the_same_image(node: Node, top: Path, piece: int) -> None:
+def test_erofs_image_written_in_pieces_of_any_size_equals_the_tree(
+    node: Node, top: Path, piece: int
+) -> None:
     for size in (0, 1, 4095, 4096, 4097, 9000) if piece > 1 else (0, 1, 4097):
         (top / str(size)).write_bytes(os.urandom(size))
     assert differences(node, top, image(node, top, piece=piece)) == ""
 
 
-def test_reader_of_a_tree_keeps_its_own_rights(node: Node, top: Path) -> None:
+def test_process_that_reads_a_users_tree_keeps_its_root_ids_afterwards(
+    node: Node, top: Path
+) -> None:
     """The stager's main thread reads too, and has to publish as root afterwards."""
     (top / "file").write_bytes(b"x")
     image(node, top)

@@ -65,7 +65,7 @@ def give(path: Path, user: User, mode: int) -> None:
     path.chmod(mode)
 
 
-def test_all_that_is_below_is_found_in_order(top: Path, me: User) -> None:
+def test_directory_scan_lists_all_files_below_in_order(top: Path, me: User) -> None:
     (top / "b/c").mkdir(parents=True)
     (top / "b/c/file").write_bytes(b"12345")
     (top / "a").write_bytes(b"")
@@ -78,7 +78,7 @@ def test_all_that_is_below_is_found_in_order(top: Path, me: User) -> None:
 
 
 @given(names=st.sets(NAMES, max_size=20))
-def test_names_may_be_any_bytes(
+def test_directory_scan_lists_names_of_any_bytes(
     names: set[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     top = tmp_path_factory.mktemp("names")
@@ -88,7 +88,7 @@ def test_names_may_be_any_bytes(
     assert paths(found) == sorted({b"", *names})
 
 
-def test_directory_of_many_files_is_looked_at_by_several_threads_where_each_look_waits(
+def test_scan_of_a_directory_with_slow_stats_uses_several_threads(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {f"{number:04}" for number in range(5 * manifest.AT_ONCE)}
@@ -115,7 +115,9 @@ def test_directory_of_many_files_is_looked_at_by_several_threads_where_each_look
     assert paths(look(top, me)) == sorted({b"", *map(os.fsencode, names)})
 
 
-def test_links_are_told_and_not_followed(top: Path, me: User) -> None:
+def test_directory_scan_records_symbolic_links_and_does_not_follow_them(
+    top: Path, me: User
+) -> None:
     outside = top.parent / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"secret")
@@ -130,7 +132,7 @@ def test_links_are_told_and_not_followed(top: Path, me: User) -> None:
     ]
 
 
-def test_directory_that_becomes_a_link_is_not_followed(
+def test_directory_replaced_by_a_link_during_the_scan_is_declined(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = top.parent / "outside"
@@ -150,7 +152,7 @@ def test_directory_that_becomes_a_link_is_not_followed(
     assert declined(top, me) in ("changed", "bad-path")
 
 
-def test_file_that_vanishes_during_a_look_is_named_and_the_directory_has_changed(
+def test_file_that_vanishes_during_a_scan_is_declined_as_changed_by_its_name(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (top / "folder").mkdir()
@@ -169,7 +171,7 @@ def test_file_that_vanishes_during_a_look_is_named_and_the_directory_has_changed
     assert (caught.value.reason, str(caught.value)) == ("changed", said)
 
 
-def test_directory_that_vanishes_during_a_look_is_named(
+def test_directory_that_vanishes_during_a_scan_is_declined_as_changed_by_its_name(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (top / "folder").mkdir()
@@ -186,7 +188,7 @@ def test_directory_that_vanishes_during_a_look_is_named(
     assert caught.value.reason == "changed"
 
 
-def test_tree_of_any_depth_is_declined_and_not_recursed_into(top: Path, me: User) -> None:
+def test_scan_of_a_tree_deeper_than_the_longest_path_is_declined(top: Path, me: User) -> None:
     """The kernel takes no path of more than 4096 bytes, so that no deeper tree can be copied."""
     fd = os.open(top, os.O_RDONLY)
     for _ in range(5000):
@@ -203,14 +205,14 @@ def test_tree_of_any_depth_is_declined_and_not_recursed_into(top: Path, me: User
     assert printable(str(caught.value)).endswith("has a name, or a path, that is too long")
 
 
-def test_more_files_than_the_admin_allows_are_declined(top: Path, me: User) -> None:
+def test_directory_scan_with_more_files_than_the_limit_is_declined(top: Path, me: User) -> None:
     for number in range(20):
         (top / str(number)).touch()
     assert len(look(top, me, 21).files) == 21
     assert declined(top, me, 20) == "too-many-files"
 
 
-def test_listing_ends_where_there_are_too_many(
+def test_directory_scan_stops_listing_once_the_file_limit_is_exceeded(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory of 10⁷ names is not held in memory first."""
@@ -226,7 +228,9 @@ def test_listing_ends_where_there_are_too_many(
 
 
 @pytest.mark.parametrize("kind", ["names", "links"])
-def test_names_that_take_too_much_memory_are_declined(top: Path, me: User, kind: str) -> None:
+def test_directory_scan_is_declined_if_its_names_take_too_much_memory(
+    top: Path, me: User, kind: str
+) -> None:
     folder = top
     for _ in range(10):
         folder /= "d" * 200
@@ -240,7 +244,7 @@ def test_names_that_take_too_much_memory_are_declined(top: Path, me: User, kind:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o044, 0o000])
-def test_file_that_the_user_may_not_read_has_all_declined(
+def test_directory_scan_with_a_file_unreadable_for_the_user_is_declined(
     as_root: None, top: Path, mode: int
 ) -> None:
     """Whoever owns it has the owner's bits alone, whatever others may."""
@@ -250,7 +254,7 @@ def test_file_that_the_user_may_not_read_has_all_declined(
 
 
 @pytest.mark.parametrize("mode", [0o711, 0o744])
-def test_directory_that_the_user_cannot_list_or_enter_has_all_declined(
+def test_directory_scan_with_a_subdirectory_closed_to_the_user_is_declined(
     as_root: None, top: Path, mode: int
 ) -> None:
     (top / "folder").mkdir(mode=mode)
@@ -258,7 +262,7 @@ def test_directory_that_the_user_cannot_list_or_enter_has_all_declined(
     assert declined(top, ALICE) == "no-permission"
 
 
-def test_all_names_that_cannot_be_copied_are_told_at_once(as_root: None, top: Path) -> None:
+def test_declined_scan_lists_all_names_that_cannot_be_copied(as_root: None, top: Path) -> None:
     (top / "a").mkdir()
     os.mkfifo(top / "a/fifo")
     os.mknod(top / "a/socket", 0o140600)
@@ -283,7 +287,9 @@ def test_all_names_that_cannot_be_copied_are_told_at_once(as_root: None, top: Pa
     )
 
 
-def test_name_that_cannot_be_copied_is_told_from_the_top(top: Path, me: User) -> None:
+def test_declined_scan_gives_the_bad_name_relative_to_the_scanned_directory(
+    top: Path, me: User
+) -> None:
     (top / "a/b").mkdir(parents=True)
     os.mkfifo(top / "a/b/fifo")
     with pytest.raises(Declined, match="a/b/fifo is neither a file, a directory nor a link") as it:
@@ -291,7 +297,7 @@ def test_name_that_cannot_be_copied_is_told_from_the_top(top: Path, me: User) ->
     assert it.value.what.startswith(f"{top}: a/b/fifo ")
 
 
-def test_many_names_that_cannot_be_copied_are_counted_and_ten_are_told(top: Path, me: User) -> None:
+def test_declined_scan_counts_all_bad_names_and_lists_ten(top: Path, me: User) -> None:
     folder = top
     for _ in range(3):
         folder /= "d" * 70
@@ -312,7 +318,7 @@ def test_many_names_that_cannot_be_copied_are_counted_and_ten_are_told(top: Path
 @pytest.mark.parametrize(
     ("acl", "mode", "may"), [("u:4242:-", 0o644, False), ("u:4242:r", 0o600, True)]
 )
-def test_acl_counts_as_the_kernel_says(
+def test_directory_scan_respects_acls_for_read_access(
     as_root: None, top: Path, acl: str, mode: int, may: bool
 ) -> None:
     (top / "file").write_bytes(b"x")
@@ -324,7 +330,7 @@ def test_acl_counts_as_the_kernel_says(
         assert declined(top, BOB) == "no-permission"
 
 
-def test_kernel_without_faccessat2_opens_the_file_to_see(
+def test_directory_scan_checks_access_by_opening_files_without_faccessat2(
     as_root: None, top: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (top / "file").write_bytes(b"x")
@@ -335,7 +341,7 @@ def test_kernel_without_faccessat2_opens_the_file_to_see(
     assert declined(top, ALICE) == "no-permission"
 
 
-def test_digest_is_another_for_every_change(top: Path, me: User) -> None:
+def test_manifest_digest_changes_with_every_field_of_every_file(top: Path, me: User) -> None:
     (top / "file").write_bytes(b"x")
     (top / "link").symlink_to("a")
     found = look(top, me)
@@ -353,7 +359,7 @@ def test_digest_is_another_for_every_change(top: Path, me: User) -> None:
     assert DirectoryManifest("/other", found.files).digest not in digests
 
 
-def test_acls_are_those_of_files_that_have_one(as_root: None, top: Path) -> None:
+def test_manifest_acls_include_only_files_that_have_an_acl(as_root: None, top: Path) -> None:
     for name in ("with", "without"):
         (top / name).write_bytes(b"x")
     (top / "link").symlink_to("with")
@@ -365,7 +371,7 @@ def test_acls_are_those_of_files_that_have_one(as_root: None, top: Path) -> None
     assert acls == {b"with": os.getxattr(top / "with", "system.posix_acl_access")}
 
 
-def test_acls_that_take_too_much_memory_are_declined(
+def test_directory_is_declined_if_its_acls_take_too_much_memory(
     as_root: None, top: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (top / "file").write_bytes(b"x")
@@ -389,7 +395,7 @@ def sound() -> DirectoryManifest:
     return DirectoryManifest("/lustre/set", (top, folder, file, link))
 
 
-def test_manifest_of_a_look_is_sound(top: Path, me: User) -> None:
+def test_manifest_of_a_real_scan_passes_the_soundness_check(top: Path, me: User) -> None:
     (top / "a").mkdir()
     (top / "a-b").write_bytes(b"x")
     (top / "a" / "b").write_bytes(b"x")
@@ -430,7 +436,9 @@ def test_manifest_of_a_look_is_sound(top: Path, me: User) -> None:
         (3, {"size": 5}),
     ],
 )
-def test_manifest_that_no_look_finds_is_declined(number: int, facts: dict[str, object]) -> None:
+def test_manifest_that_no_scan_can_produce_is_declined(
+    number: int, facts: dict[str, object]
+) -> None:
     files = list(sound().files)
     files[number] = msgspec.structs.replace(files[number], **facts)
     with pytest.raises(Declined) as caught:
@@ -439,13 +447,15 @@ def test_manifest_that_no_look_finds_is_declined(number: int, facts: dict[str, o
 
 
 @pytest.mark.parametrize("sparse", [(-1,), (0,), (2, 2), (3,), (4,), (1 << 70,)])
-def test_holes_in_what_is_no_file_are_declined(sparse: tuple[int, ...]) -> None:
+def test_manifest_with_holes_in_no_regular_file_is_declined(sparse: tuple[int, ...]) -> None:
     manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=(2,)), {}, 100)
     with pytest.raises(Declined, match="holes"):
         manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=sparse), {}, 100)
 
 
-def test_files_that_lack_blocks_are_noted_and_make_no_other_tree(top: Path, me: User) -> None:
+def test_directory_scan_records_sparse_files_without_changing_the_digest(
+    top: Path, me: User
+) -> None:
     (top / "small").write_bytes(b"x")
     (top / "whole").write_bytes(b"x" * 50_000)
     (top / "sparse").touch()
@@ -467,7 +477,7 @@ def link(top: Path, *names: str) -> None:
         (top / name).hardlink_to(top / names[0])
 
 
-def test_names_of_one_file_are_noted_and_counted_once(top: Path, me: User) -> None:
+def test_directory_scan_records_hard_links_and_counts_their_bytes_once(top: Path, me: User) -> None:
     (top / "b").mkdir()
     link(top, "c", "a", "b/deep", "../outside")
     link(top, "one", "../other")  # its second name is not in the tree
@@ -485,14 +495,14 @@ def test_names_of_one_file_are_noted_and_counted_once(top: Path, me: User) -> No
     assert (lent, lent.digest) == (found, found.digest)
 
 
-def test_tree_whose_names_are_one_file_is_another_than_one_of_files(top: Path, me: User) -> None:
+def test_manifest_digest_differs_between_hard_links_and_separate_files(top: Path, me: User) -> None:
     link(top, "a", "b")
     found = look(top, me)
     assert found.digest != DirectoryManifest(found.path, found.files).digest
 
 
 @pytest.mark.parametrize("broken", ["inode number", "handle", "no handle", "its own count"])
-def test_names_that_may_be_two_files_have_bytes_of_their_own(
+def test_names_are_no_hard_links_unless_inode_handle_and_link_count_agree(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     link(top, "a", "b")
@@ -516,7 +526,7 @@ def test_names_that_may_be_two_files_have_bytes_of_their_own(
 
 
 @pytest.mark.parametrize("field", ["mode", "uid", "gid", "size", "mtime_ns", "ctime_ns", "inode"])
-def test_files_with_anything_else_of_their_own_are_never_one(
+def test_files_that_differ_in_any_stat_field_are_not_recorded_as_hard_links(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     """Whatever their file system says of them, and their handles."""
@@ -556,7 +566,7 @@ def twins() -> DirectoryManifest:
         ((1 << 70, 2),),
     ],
 )
-def test_names_that_another_node_wrongly_says_are_one_file_are_declined(
+def test_manifest_with_impossible_hard_link_pairs_is_declined(
     links: tuple[tuple[int, int], ...],
 ) -> None:
     manifest.must_be_sound(twins(), {}, 100)
@@ -567,7 +577,7 @@ def test_names_that_another_node_wrongly_says_are_one_file_are_declined(
 @pytest.mark.parametrize(
     "facts", [{"mode": 0o100600}, {"uid": 2}, {"inode": 9}, {"size": 8}, {"ctime_ns": 6}]
 )
-def test_files_that_differ_are_no_names_of_one_whatever_another_node_says(
+def test_manifest_with_a_hard_link_pair_of_different_files_is_declined(
     facts: dict[str, int],
 ) -> None:
     found = twins()
@@ -593,7 +603,7 @@ def test_files_that_differ_are_no_names_of_one_whatever_another_node_says(
         (b"a/b", b"\2\0\0\0" + bytes(1 << 16)),
     ],
 )
-def test_acl_that_no_file_can_have_is_declined(path: bytes, acl: bytes) -> None:
+def test_manifest_with_an_invalid_acl_is_declined(path: bytes, acl: bytes) -> None:
     with pytest.raises(Declined, match="an ACL"):
         manifest.must_be_sound(sound(), {path: acl}, 100)
 
@@ -605,7 +615,9 @@ def test_manifest_of_too_many_files_is_declined() -> None:
         manifest.must_be_sound(DirectoryManifest("/lustre/set", ()), {}, 3)
 
 
-def test_sample_has_the_directory_and_other_files_each_time(top: Path, me: User) -> None:
+def test_manifest_sample_holds_the_top_directory_and_randomly_drawn_files(
+    top: Path, me: User
+) -> None:
     for number in range(10 * manifest.SAMPLE):
         (top / str(number)).touch()
     found = look(top, me)

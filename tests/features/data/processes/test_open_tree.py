@@ -81,7 +81,7 @@ def read(tree: DirectorySource) -> bytes:
     return bytes(memory[tree.made.starts[0] :][:5])
 
 
-def test_tree_that_has_just_changed_is_looked_at_once_more_after_a_pause(top: Top) -> None:
+def test_opening_a_directory_that_has_just_changed_scans_once_more_after_a_pause(top: Top) -> None:
     """However long ago by now: what was looked at may have changed within the same tick."""
     with pytest.raises(Declined) as caught:
         top.opened(0.0).open()
@@ -89,7 +89,7 @@ def test_tree_that_has_just_changed_is_looked_at_once_more_after_a_pause(top: To
     assert top.clock.slept > 0
 
 
-def test_tree_that_had_not_changed_for_long_is_not_looked_at_again(
+def test_opening_a_directory_unchanged_for_long_does_not_scan_again(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = top.opened(HOUR)
@@ -99,11 +99,11 @@ def test_tree_that_had_not_changed_for_long_is_not_looked_at_again(
     assert (source.size, source.own) == (tree.made.size, len(tree.made.head))
 
 
-def test_bytes_are_those_of_the_files(top: Top) -> None:
+def test_directory_source_reads_the_bytes_of_a_file(top: Top) -> None:
     assert read(top.opened(HOUR)) == b"12345"
 
 
-def test_files_of_all_sizes_are_where_the_image_has_them(top: Top) -> None:
+def test_directory_source_reads_each_file_at_its_offset_in_the_image(top: Top) -> None:
     """More than one request of a process takes, and one that a thread of the copy reads itself."""
     (top.path / "folder").mkdir()
     for number in range(MANY + 10):
@@ -119,7 +119,7 @@ def test_files_of_all_sizes_are_where_the_image_has_them(top: Top) -> None:
         assert bytes(memory[start : start + file.size]) == there
 
 
-def test_file_that_cannot_be_read_is_named_and_its_piece_has_no_byte(
+def test_unreadable_file_raises_with_its_name_and_leaves_the_buffer_zero(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other files of the same request may have been read before: their process keeps them."""
@@ -142,7 +142,7 @@ def test_file_that_cannot_be_read_is_named_and_its_piece_has_no_byte(
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_process_that_reads_files_and_dies_is_not_waited_for(
+def test_read_fails_if_the_file_reader_process_dies(
     top: Top, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     if when == "meanwhile":
@@ -156,7 +156,7 @@ def test_process_that_reads_files_and_dies_is_not_waited_for(
         read(tree)
 
 
-def test_memory_that_a_process_has_not_filled_counts_for_nothing(
+def test_read_fails_if_the_file_reader_process_fills_too_few_bytes(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree, real = top.opened(HOUR), os.preadv
@@ -165,7 +165,7 @@ def test_memory_that_a_process_has_not_filled_counts_for_nothing(
         read(tree)
 
 
-def test_process_that_stands_still_does_not_hold_up_the_end(top: Top) -> None:
+def test_closing_a_directory_source_kills_stopped_file_reader_processes(top: Top) -> None:
     tree = top.opened(HOUR)
     pids = [reader.pid for reader in tree.readers.all]
     for pid in pids:
@@ -177,7 +177,7 @@ def test_process_that_stands_still_does_not_hold_up_the_end(top: Top) -> None:
             os.kill(pid, 0)
 
 
-def test_processes_that_read_files_end_with_the_tree(top: Top) -> None:
+def test_closing_a_directory_source_ends_its_file_reader_processes(top: Top) -> None:
     tree = top.opened(HOUR)
     pids = [reader.pid for reader in tree.readers.all]
     tree.close()
@@ -191,7 +191,7 @@ def test_processes_that_read_files_end_with_the_tree(top: Top) -> None:
 
 
 @pytest.mark.parametrize("change", ["broken", "written", "made"])
-def test_hard_link_that_is_broken_or_made_while_it_is_copied_is_a_change(
+def test_hard_link_broken_or_made_during_the_copy_is_declined_as_changed(
     top: Top, change: str
 ) -> None:
     (top.path / "further").hardlink_to(top.path / "file")
@@ -209,7 +209,7 @@ def test_hard_link_that_is_broken_or_made_while_it_is_copied_is_a_change(
     assert caught.value.reason == "changed"
 
 
-def test_all_names_of_what_was_read_are_looked_at_again_where_another_node_has_looked(
+def test_copy_by_another_nodes_scan_rechecks_all_hard_links_of_the_files_read(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("b", "c"):
@@ -253,7 +253,7 @@ def in_full(tree: DirectorySource, chunk: int) -> set[int]:
     files=st.lists(st.tuples(st.integers(0, 40), st.sets(st.integers(0, 39))), max_size=6),
     blocks=st.integers(1, 9),
 )
-def test_chunk_of_a_tree_with_a_byte_is_never_taken_for_a_hole(
+def test_chunk_map_of_a_directory_never_takes_a_chunk_with_data_for_a_hole(
     top: Top, files: list[tuple[int, set[int]]], blocks: int
 ) -> None:
     named = {
@@ -266,7 +266,7 @@ def test_chunk_of_a_tree_with_a_byte_is_never_taken_for_a_hole(
     assert set(range(head)) <= found
 
 
-def test_hole_is_taken_for_bytes_where_a_file_system_knows_of_none(
+def test_sparse_file_is_read_in_full_if_lseek_cannot_find_holes(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = with_holes(top, {"hole": (30, [])})
@@ -278,7 +278,7 @@ def test_hole_is_taken_for_bytes_where_a_file_system_knows_of_none(
     assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
 
 
-def test_hole_of_a_tree_is_read_where_its_file_system_is_not_the_kernels_own(
+def test_holes_of_files_on_a_fuse_file_system_are_read(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = with_holes(top, {"hole": (30, [3, 4]), "whole": (2, [0, 1])})
@@ -294,7 +294,7 @@ def test_hole_of_a_tree_is_read_where_its_file_system_is_not_the_kernels_own(
     assert found.sparse & found.reserved == {hole + 3, hole + 4}
 
 
-def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
+def test_files_without_holes_are_not_opened_for_the_chunk_map(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
@@ -303,7 +303,7 @@ def test_files_that_have_all_their_blocks_are_not_opened_for_their_holes(
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_where_the_holes_of_a_file_are_counts_only_while_nobody_writes(
+def test_chunk_map_of_a_sparse_file_open_for_writing_is_declined(
     top: Top, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     tree, hole, came = with_holes(top, {"hole": (30, [])}), top.path / "hole", []
@@ -322,7 +322,7 @@ def test_where_the_holes_of_a_file_are_counts_only_while_nobody_writes(
     assert caught.value.reason == "written"
 
 
-def test_file_whose_holes_have_been_filled_since_the_look_has_changed(top: Top) -> None:
+def test_sparse_file_written_after_the_scan_is_declined_as_changed(top: Top) -> None:
     tree = with_holes(top, {"hole": (30, [])})
     with (top.path / "hole").open("r+b") as file:
         file.write(b"other")
@@ -331,7 +331,7 @@ def test_file_whose_holes_have_been_filled_since_the_look_has_changed(top: Top) 
     assert caught.value.reason == "changed"
 
 
-def test_file_of_holes_is_looked_at_again_where_another_node_has_looked(top: Top) -> None:
+def test_copy_by_another_nodes_scan_rechecks_sparse_files(top: Top) -> None:
     """It is not read, yet what is shown of it is this node's word."""
     tree = with_holes(top, {"hole": (30, [])})
     tree.lent = True
@@ -341,7 +341,7 @@ def test_file_of_holes_is_looked_at_again_where_another_node_has_looked(top: Top
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "link", "fifo"])
-def test_file_that_is_no_longer_the_one_looked_at_is_not_read(top: Top, change: str) -> None:
+def test_file_written_or_replaced_after_the_scan_is_not_read(top: Top, change: str) -> None:
     tree, file = top.opened(HOUR), top.path / "file"
     other = top.path / "other"
     other.write_bytes(b"54321")
@@ -359,7 +359,7 @@ def test_file_that_is_no_longer_the_one_looked_at_is_not_read(top: Top, change: 
         read(tree)
 
 
-def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(
+def test_file_truncated_while_it_is_read_raises_source_truncated(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = file_readers.read_into
@@ -374,7 +374,7 @@ def test_file_that_becomes_shorter_while_it_is_read_has_no_copy(
         read(tree)
 
 
-def test_file_that_somebody_may_write_to_is_not_read(
+def test_file_with_an_open_writer_before_the_read_is_declined_as_written(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they have written when it is asked again, after the read."""
@@ -393,7 +393,7 @@ def test_file_that_somebody_may_write_to_is_not_read(
     assert str(top.path / "file") in str(caught.value)
 
 
-def test_writer_that_came_while_a_file_was_read_is_found_as_well(
+def test_file_opened_for_writing_during_the_read_is_declined_as_written(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store through a mapping, between the read and the end of the look, shows in no time."""
@@ -410,7 +410,7 @@ def test_writer_that_came_while_a_file_was_read_is_found_as_well(
     assert caught.value.reason == "written"
 
 
-def test_where_leases_prove_nothing_all_processes_are_looked_at_twice_for_all_files(
+def test_writers_are_searched_in_proc_twice_per_directory_if_file_leases_prove_nothing(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(20):

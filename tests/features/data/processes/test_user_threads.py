@@ -22,7 +22,7 @@ def top(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_thread_has_its_own_ids_back_afterwards(as_root: None, top: Path) -> None:
+def test_thread_has_root_ids_again_after_acting_as_a_user(as_root: None, top: Path) -> None:
     (top / "file").write_bytes(b"x")
     (top / "file").chmod(0o600)
     with user_threads.acting(ALICE), pytest.raises(PermissionError):
@@ -32,7 +32,9 @@ def test_thread_has_its_own_ids_back_afterwards(as_root: None, top: Path) -> Non
     assert ((top / "new").stat().st_uid, (top / "new").stat().st_gid) == (0, 0)
 
 
-def test_other_threads_of_the_process_keep_their_ids(as_root: None, top: Path) -> None:
+def test_other_threads_keep_root_ids_while_a_thread_acts_as_a_user(
+    as_root: None, top: Path
+) -> None:
     (top / "file").write_bytes(b"x")
     (top / "file").chmod(0o600)
     acts, over = threading.Event(), threading.Event()
@@ -51,7 +53,7 @@ def test_other_threads_of_the_process_keep_their_ids(as_root: None, top: Path) -
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), Declined("x", "y")])
-def test_first_error_of_a_thread_is_that_of_all(me: User, error: Exception) -> None:
+def test_error_of_one_user_thread_is_raised_by_the_caller(me: User, error: Exception) -> None:
     def work(number: int) -> int:
         if number == 3:
             raise error
@@ -63,7 +65,7 @@ def test_first_error_of_a_thread_is_that_of_all(me: User, error: Exception) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_thread_that_dies_is_not_waited_for(me: User) -> None:
+def test_user_thread_that_dies_raises_failed_instead_of_blocking(me: User) -> None:
     def work(number: int) -> int:
         return 1 // (number - 3)
 
@@ -71,7 +73,7 @@ def test_thread_that_dies_is_not_waited_for(me: User) -> None:
         user_threads.each_as(me, range(10_000), work)
 
 
-def test_results_are_in_the_order_of_the_items(me: User) -> None:
+def test_results_of_user_threads_are_in_the_order_of_the_items(me: User) -> None:
     work: Callable[[int], int] = lambda number: -number  # noqa: E731
     assert user_threads.each_as(me, range(500), work) == [-number for number in range(500)]
     assert user_threads.each_as(me, [], work) == []
@@ -80,13 +82,13 @@ def test_results_are_in_the_order_of_the_items(me: User) -> None:
 # --- how many
 
 
-def test_work_that_waits_for_nothing_has_one_thread(me: User) -> None:
+def test_cpu_bound_work_as_a_user_runs_in_one_thread(me: User) -> None:
     """However much there is: each further one would wait for Python's lock, and hold it up."""
     done = user_threads.each_as(me, range(10_000), lambda _: threading.get_ident())
     assert len(set(done)) == 1
 
 
-def test_work_that_waits_gets_as_many_threads_as_wait_side_by_side(me: User) -> None:
+def test_blocking_work_as_a_user_gets_more_threads(me: User) -> None:
     together, alone, met = threading.Barrier(8, timeout=240), iter(range(40)), threading.local()
 
     def work(_: int) -> int:
@@ -100,7 +102,7 @@ def test_work_that_waits_gets_as_many_threads_as_wait_side_by_side(me: User) -> 
     assert len(set(user_threads.each_as(me, range(1_000), work))) >= 8
 
 
-def test_threads_that_cannot_be_started_are_done_without(
+def test_work_as_a_user_completes_with_one_thread_if_no_more_can_be_started(
     me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, real = [], threading.Thread.start
@@ -132,7 +134,7 @@ def test_threads_that_cannot_be_started_are_done_without(
         (4, 0.0, 0.0, 4),
     ],
 )
-def test_threads_are_as_many_as_keep_the_process_busy(
+def test_thread_count_grows_with_the_ratio_of_wall_time_to_cpu_time(
     threads: int, wall: float, cpu: float, pay: int
 ) -> None:
     assert user_threads.count_threads(threads, wall, cpu) == pay

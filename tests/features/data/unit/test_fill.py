@@ -13,7 +13,7 @@ from forestage.slurm.hints import Request
 
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "_X", "A", "CACHE2", "HOMES", "A" * 64])
-def test_variable_may_be_set_to_a_seed(name: str) -> None:
+def test_seed_accepts_a_valid_variable_name(name: str) -> None:
     assert fill.is_variable(name)
 
 
@@ -26,7 +26,7 @@ def test_variable_may_be_set_to_a_seed(name: str) -> None:
         *("ENROOT_DATA_PATH", "PYXIS_X", "PYTHONPATH", "PYTHON", "BASH_ENV", "FORESTAGE_DIR"),
     ],
 )
-def test_variable_that_others_rely_on_is_never_set(name: str) -> None:
+def test_seed_declines_an_invalid_or_reserved_variable_name(name: str) -> None:
     assert not fill.is_variable(name)
     with pytest.raises(Declined):
         fill.name_of(Request("/a/b", "hint", f"seed:{name}"))
@@ -47,19 +47,21 @@ def test_variable_that_others_rely_on_is_never_set(name: str) -> None:
         ("./data", "data"),
     ],
 )
-def test_name_is_the_last_one_of_the_path_without_tar(path: str, name: str) -> None:
+def test_name_in_the_job_directory_is_the_paths_last_part_without_the_tar_suffix(
+    path: str, name: str
+) -> None:
     assert fill.name_of(Request(path, "hint", "job")) == name
     assert fill.name_of(Request(path, "hint", "seed:CACHE")) == "seed/CACHE"
 
 
 @pytest.mark.parametrize("path", ["/", "/a/..", "/a/.", "/a/seed", "/a/.forestage-0", "/a/.tar"])
-def test_path_without_a_name_of_its_own_is_refused(path: str) -> None:
+def test_path_without_a_usable_last_part_is_declined_for_the_job_directory(path: str) -> None:
     with pytest.raises(Declined) as refused:
         fill.name_of(Request(path, "hint", "job"))
     assert refused.value.reason == "bad-hint"
 
 
-def test_first_of_a_name_counts_and_what_is_refused_takes_none() -> None:
+def test_second_request_with_a_used_name_is_declined_and_a_declined_request_uses_none() -> None:
     bad = Request("/a/x", "hint", "seed:PATH")
     first, second = Request("/a/x", "hint", "job"), Request("/b/x.tar", "hint", "job")
     image = Request("/c/x", "hint", "/mnt/x")
@@ -69,7 +71,7 @@ def test_first_of_a_name_counts_and_what_is_refused_takes_none() -> None:
         fill.must_be_possible(noted, second)
 
 
-def test_without_a_directory_nothing_can_be_put_there() -> None:
+def test_job_directory_request_is_impossible_without_stage_dir() -> None:
     request = Request("/a/x", "hint", "job")
     with pytest.raises(Declined, match="stage-dir=SIZE"):
         fill.must_be_possible(JobData((request,)), request)
@@ -79,12 +81,12 @@ def test_without_a_directory_nothing_can_be_put_there() -> None:
     ("name", "expected"),
     [("a/b", "a/b"), ("/a//b/", "a/b"), ("./a/./b", "a/b"), (".", ""), ("/", ""), ("", "")],
 )
-def test_members_lie_below_the_directory(name: str, expected: str) -> None:
+def test_archive_member_names_are_normalized_to_relative_paths(name: str, expected: str) -> None:
     assert copy_in.inside(name) == expected
 
 
 @pytest.mark.parametrize("name", ["..", "../a", "a/../../b", "/..", "a/.."])
-def test_member_that_leads_out_is_refused(name: str) -> None:
+def test_archive_member_that_leaves_the_directory_raises(name: str) -> None:
     with pytest.raises(copy_in.CopyInError):
         copy_in.inside(name)
 
@@ -100,5 +102,7 @@ def test_member_that_leads_out_is_refused(name: str) -> None:
         (stat.S_IFDIR, 0o700),
     ],
 )
-def test_copy_is_its_users_to_change_and_gives_no_other_rights(mode: int, expected: int) -> None:
+def test_mode_of_a_copied_file_adds_owner_write_and_drops_set_id_bits(
+    mode: int, expected: int
+) -> None:
     assert copy_in.mode_of(mode) == expected

@@ -16,35 +16,35 @@ GIB = 1024**3
     ("comment", "room", "ram"),
     [("stage-dir=200GiB", 200 * GIB, False), ("stage-dir=64G,ram", 64 * GIB, True)],
 )
-def test_own_directory_has_a_size(comment: str, room: int, ram: bool) -> None:
+def test_stage_dir_hint_sets_size_and_ram(comment: str, room: int, ram: bool) -> None:
     hints = parse_hints(comment)
     assert (hints.room, hints.ram, hints.has_data, hints.problems) == (room, ram, True, ())
 
 
 @pytest.mark.parametrize("value", ["", "much", "-1", "1G,disk", "1G,", "80%"])
-def test_own_directory_of_no_size_is_a_problem(value: str) -> None:
+def test_stage_dir_hint_with_an_invalid_size_is_reported_as_a_problem(value: str) -> None:
     hints = parse_hints(f"stage-dir={value} stage=/a")
     assert (hints.room, hints.paths) == (None, ("/a",))
     assert hints.problems[0].startswith("stage-dir: expected")
 
 
-def test_list_is_a_file_of_this_nodes() -> None:
+def test_stage_list_hint_replaces_node_by_the_nodes_index() -> None:
     assert parse_hints("stage-list=lists/{node}", NodeIndex(3, 4)).listed == "lists/3"
 
 
-def test_last_size_of_an_own_directory_counts() -> None:
+def test_last_stage_dir_of_several_options_counts() -> None:
     found = parse_hints("", option="stage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
     assert (found.wait, found.room, found.ram, found.problems) == (60.0, 2 * GIB, False, ())
 
 
-def test_list_is_read_beside_an_option_without_paths() -> None:
+def test_stage_list_of_the_comment_is_kept_beside_an_option_without_paths() -> None:
     found = parse_hints("stage=/c stage-list=/l", option="stage-tell=yes\n")
     assert (found.paths, found.listed, found.tell) == (("/c",), "/l", True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
 
 
 @pytest.mark.parametrize("size", ["200GiB", "1.5T", "16G,ram"])
-def test_size_of_an_own_directory_is_an_option(size: str) -> None:
+def test_stage_dir_is_accepted_as_an_option(size: str) -> None:
     assert parse_hints("", option=f"stage-dir={size}").problems == ()
 
 
@@ -55,12 +55,14 @@ def test_size_of_an_own_directory_is_an_option(size: str) -> None:
         ("16G,RAM", "expected SIZE or SIZE,ram, got '16G,RAM'"),
     ],
 )
-def test_wrong_size_of_an_option_is_said_with_what_to_write(size: str, why: str) -> None:
+def test_stage_dir_option_with_an_invalid_size_reports_the_expected_form(
+    size: str, why: str
+) -> None:
     found = parse_hints("", option=f"stage-dir={size}")
     assert found.problems == (f"option --stage-dir={size}: {why}",)
 
 
-def test_list_is_no_option() -> None:
+def test_stage_list_is_rejected_as_an_option() -> None:
     (problem,) = parse_hints("", option="stage-list=/a").problems
     assert problem.startswith("option --stage-list=/a: unknown (known: --stage, --stage-dir, ")
 
@@ -76,7 +78,7 @@ def test_list_is_no_option() -> None:
         "/env.sqsh@/home/alice/env",
     ],
 )
-def test_place_that_a_node_may_show_is_possible(word: str) -> None:
+def test_valid_target_of_a_stage_request_is_accepted_at_submission(word: str) -> None:
     (request,) = parse_hints("", option=f"stage={word}").data
     submitted.must_be_possible(request)
 
@@ -92,7 +94,7 @@ def test_place_that_a_node_may_show_is_possible(word: str) -> None:
         ("/@job", "/ has no name for the job's directory"),
     ],
 )
-def test_place_that_no_node_would_show_is_refused(word: str, why: str) -> None:
+def test_target_that_no_node_mounts_is_declined_at_submission(word: str, why: str) -> None:
     (request,) = parse_hints("", option=f"stage={word}").data
     with pytest.raises(Declined) as refused:
         submitted.must_be_possible(request)
@@ -100,7 +102,7 @@ def test_place_that_no_node_would_show_is_refused(word: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_list_with_a_mark_and_lines_of_dos_is_read(mark: bytes) -> None:
+def test_stage_list_with_byte_order_mark_and_crlf_lines_is_split(mark: bytes) -> None:
     text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
     assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
     assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
@@ -109,11 +111,13 @@ def test_list_with_a_mark_and_lines_of_dos_is_read(mark: bytes) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("text", ["/a/\n", "# ü\r\n/a/", "\n"])
-def test_list_in_utf_16_is_refused_by_name(encoding: str, text: str) -> None:
+def test_stage_list_in_utf_16_or_utf_32_raises_an_error_naming_utf_16(
+    encoding: str, text: str
+) -> None:
     with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8"):
         split_list(text.encode(encoding))
 
 
-def test_list_with_nul_bytes_is_refused() -> None:
+def test_stage_list_with_nul_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="NUL bytes"):
         split_list(b"/a\0b/\n")

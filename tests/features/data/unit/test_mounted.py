@@ -32,7 +32,7 @@ NEEDED = ("/home/alice", "/lustre/project/run", "/mnt/nvme/forestage")
         "/home/alice/ä b",
     ],
 )
-def test_directory_that_nobody_else_needs_is_allowed(path: str) -> None:
+def test_mount_point_beside_needed_directories_is_allowed(path: str) -> None:
     must_be_allowed(path, NEEDED)
 
 
@@ -62,14 +62,16 @@ def test_directory_that_nobody_else_needs_is_allowed(path: str) -> None:
         ("/a\udcff", "not UTF-8"),
     ],
 )
-def test_directory_that_a_step_or_the_system_needs_is_not(path: str, why: str) -> None:
+def test_mount_point_that_a_step_or_the_system_needs_is_declined(path: str, why: str) -> None:
     with pytest.raises(Declined, match=why) as raised:
         must_be_allowed(path, NEEDED)
     assert raised.value.reason == "no-mount"
 
 
 @given(st.lists(st.sampled_from(["etc", "usr", "var", "lib", "spool", "home", "a"]), max_size=4))
-def test_what_is_allowed_is_neither_above_nor_below_the_systems(parts: list[str]) -> None:
+def test_allowed_mount_point_is_neither_above_nor_below_a_system_directory(
+    parts: list[str],
+) -> None:
     path = "/" + "/".join(parts)
     try:
         must_be_allowed(path, ())
@@ -80,7 +82,7 @@ def test_what_is_allowed_is_neither_above_nor_below_the_systems(parts: list[str]
         assert not f"{directory}/".startswith(f"{path}/")
 
 
-def test_place_that_is_there_is_mounted_over_and_a_missing_one_is_made() -> None:
+def test_existing_mount_point_gives_a_served_line_and_a_missing_point_a_folder_line_too() -> None:
     assert JobMountPoint("/home/a/x", 5).lines("/run/s") == [("served", "/run/s", "/home/a/x", "5")]
     assert JobMountPoint("/data/x/y", 0, "/data").lines("/run/s") == [
         ("folder", "x/y", "/data", "root"),
@@ -88,7 +90,7 @@ def test_place_that_is_there_is_mounted_over_and_a_missing_one_is_made() -> None
     ]
 
 
-def test_no_line_hides_what_one_before_it_showed() -> None:
+def test_mount_lines_are_sorted_by_the_depth_of_their_targets() -> None:
     lines = [
         ("served", "/s", "/data/x/y", "root"),
         ("device", "/dev/loop1", "ext4", "ro", "/home/a", "7"),

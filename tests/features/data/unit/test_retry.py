@@ -14,7 +14,7 @@ NOW = 1_700_000_000.0
 WHY = "/lustre/set/db is open for writing on this node"
 
 
-def test_directory_is_not_tried_again_for_a_while(cache: Cache) -> None:
+def test_directory_declined_as_written_is_not_retried_before_its_delay_ends(cache: Cache) -> None:
     retry.note(cache, "/lustre/set", WHY, NOW)
     with pytest.raises(Declined) as caught:
         retry.must_be_due(cache, "/lustre/set", NOW + 60)
@@ -24,12 +24,12 @@ def test_directory_is_not_tried_again_for_a_while(cache: Cache) -> None:
     retry.must_be_due(cache, "/lustre/other", NOW)
 
 
-def test_clock_that_was_set_back_keeps_no_directory_from_being_tried(cache: Cache) -> None:
+def test_directory_is_retried_at_once_after_the_clock_was_set_back(cache: Cache) -> None:
     retry.note(cache, "/lustre/set", WHY, NOW)
     retry.must_be_due(cache, "/lustre/set", NOW - retry.AGAIN)
 
 
-def test_sweep_deletes_what_says_nothing_any_more(cache: Cache) -> None:
+def test_sweep_deletes_expired_retry_notes(cache: Cache) -> None:
     retry.note(cache, "/lustre/set", WHY, NOW)
     retry.note(cache, "/lustre/later", WHY, NOW + 60)
     retry.tidy(cache, NOW + retry.AGAIN)
@@ -38,7 +38,7 @@ def test_sweep_deletes_what_says_nothing_any_more(cache: Cache) -> None:
         retry.must_be_due(cache, "/lustre/later", NOW + retry.AGAIN)
 
 
-def test_disk_that_takes_no_note_is_nobodys_trouble(cache: Cache) -> None:
+def test_retry_note_that_cannot_be_written_delays_no_retry(cache: Cache) -> None:
     shutil.rmtree(cache.locks)
     retry.note(cache, "/lustre/set", WHY, NOW)
     retry.must_be_due(cache, "/lustre/set", NOW)

@@ -43,7 +43,7 @@ def names(
         (names([1001, 1002], [8], [5], steps=256), False),
     ],
 )
-def test_file_is_counted_by_inode_and_job_and_servers_are_limited(
+def test_limit_of_mounted_squashfs_files_counts_each_file_once_per_job(
     served: list[str], room: bool
 ) -> None:
     with contextlib.nullcontext() if room else pytest.raises(Declined, match="mounted"):
