@@ -117,7 +117,7 @@ FEATURES = (
             "tests/unit/config/test_config.py: registry.enabled",
             "tests/unit/config/test_config.py: registry.max_user_size",
             "tests/unit/config/test_config.py: registry: {enabled: false}",
-            "tests/unit/hooks/test_boundary.py: test_epilog_has_work_where_a_step_asked_a_registry",
+            "tests/unit/hooks/test_boundary.py: test_epilog_has_work_if_a_step_used_a_registry",
             "tests/hooks/test_order.py: registry",
             "tests/hooks/test_order.py: IMPORT",
             "tests/hooks/test_order.py: reference taken out",

@@ -54,11 +54,11 @@ def problems(etc: Path, text: str | bytes | None = None) -> list[ConfigProblem]:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "{}", "partitions:\n", "\ufeff"])
-def test_file_without_values_leaves_the_defaults(tmp_path: Path, text: str) -> None:
+def test_configuration_file_without_values_leaves_the_defaults(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).config == Config()
 
 
-def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
+def test_missing_configuration_directory_gives_the_defaults(tmp_path: Path) -> None:
     found = load_config(tmp_path / "missing")
     assert (found.config, found.partitions) == (Config(), {})
     assert set(found.origins.values()) == {DEFAULT}
@@ -84,7 +84,7 @@ def test_missing_directory_means_the_defaults(tmp_path: Path) -> None:
         ("max_stage_wait: 1h30m", "max_stage_wait", 5400.0),
     ],
 )
-def test_value_of_each_kind_is_read_as_its_type(
+def test_configuration_value_of_each_kind_is_read_as_its_type(
     tmp_path: Path, text: str, key: str, expected: object
 ) -> None:
     found = read(tmp_path, text)
@@ -104,7 +104,7 @@ def test_value_of_each_kind_is_read_as_its_type(
         (3 * MIB, 1 << 50, 3 * MIB),
     ],
 )
-def test_chunks_are_smaller_where_an_image_would_have_few(
+def test_automatic_chunk_size_is_smaller_for_small_images(
     chunk_size: int | None, size: int, expected: int
 ) -> None:
     assert Config(chunk_size=chunk_size).chunk_of(size) == expected
@@ -125,13 +125,13 @@ def test_chunks_are_smaller_where_an_image_would_have_few(
         ("wait", "bind", "wait"),
     ],
 )
-def test_job_starts_as_the_admin_says_where_the_companion_allows_it(
+def test_key_cold_gives_reading_through_only_with_the_companion(
     cold: ColdStartMode, redirect: RedirectMode, start: str
 ) -> None:
     assert Config(cold=cold, redirect=redirect).start == start
 
 
-def test_later_file_wins_key_by_key(tmp_path: Path) -> None:
+def test_later_configuration_file_wins_key_by_key(tmp_path: Path) -> None:
     common = "deadline: 1\nthreads: 1\ncold: wait\npartitions: {gpu: {deadline: 1}}"
     main = write(tmp_path, common)
     early = write(tmp_path, "deadline: 2\nthreads: 8", "conf.d/10-a.yaml")
@@ -183,7 +183,7 @@ def test_node_is_on_where_any_of_its_jobs_may_be_staged(
     assert found.of_node == msgspec.structs.replace(found.config, enabled=on)
 
 
-def test_row_has_value_and_origin(tmp_path: Path) -> None:
+def test_row_of_the_configuration_shows_value_and_origin(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         "sources: [/a, /b]\nmax_image_size: 1536M\npartitions: {gpu: {deadline: 90.25}}",
@@ -247,7 +247,7 @@ def test_row_has_value_and_origin(tmp_path: Path) -> None:
         ("cache: /dev/shm/forestage", "cache", "expected a directory outside /dev/shm"),
     ],
 )
-def test_wrong_value_is_refused_by_file_and_key(
+def test_wrong_configuration_value_is_refused_naming_file_and_key(
     tmp_path: Path, text: str, key: str, what: str
 ) -> None:
     (problem,) = problems(tmp_path, text)
@@ -285,7 +285,7 @@ def with_key(key: str, value: str) -> str:
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_key_that_was_removed_is_ignored_and_all_others_hold(
+def test_removed_configuration_key_is_ignored_and_the_other_keys_hold(
     tmp_path: Path, key: str, value: str
 ) -> None:
     before = read(tmp_path, EXCLUDING)
@@ -299,7 +299,7 @@ def test_key_that_was_removed_is_ignored_and_all_others_hold(
 
 
 @pytest.mark.parametrize("key", [key for key in REMOVED_KEYS if "." not in key])
-def test_key_of_a_partition_that_was_removed_changes_nothing_there(
+def test_removed_key_of_a_partition_changes_nothing_in_the_partition(
     tmp_path: Path, key: str
 ) -> None:
     before = read(tmp_path, EXCLUDING)
@@ -313,7 +313,7 @@ def test_key_of_a_partition_that_was_removed_changes_nothing_there(
     "below", ["enabled: false", "n1: {sources: 1}", "- sources: 1", "enabeld: false"]
 )
 @pytest.mark.parametrize("key", REMOVED_KEYS)
-def test_keys_that_are_indented_below_a_removed_one_are_an_error(
+def test_keys_indented_below_a_removed_key_are_an_error(
     tmp_path: Path, key: str, below: str
 ) -> None:
     """They would go with it, and what they exclude would be staged."""
@@ -323,14 +323,14 @@ def test_keys_that_are_indented_below_a_removed_one_are_an_error(
     assert "there are keys below it" in problem.what
 
 
-def test_key_that_excludes_is_never_one_that_is_ignored() -> None:
+def test_key_that_excludes_jobs_or_images_is_never_removed() -> None:
     """Whoever takes one of these away has to say what becomes of what it excluded."""
     assert not EXCLUDE - set(KEYS)
     assert not set(REMOVED_KEYS) & set(KEYS)
 
 
 @pytest.mark.parametrize("text", ["digests: false", "preloaded: 1"])
-def test_unknown_key_that_was_never_there_is_an_error(tmp_path: Path, text: str) -> None:
+def test_unknown_configuration_key_is_an_error(tmp_path: Path, text: str) -> None:
     (problem,) = problems(tmp_path, text)
     assert "unknown key" in problem.what
 
@@ -360,12 +360,14 @@ def test_key_of_the_node_cannot_differ_between_partitions(tmp_path: Path, key: s
         ("/a\nb", "without control characters"),
     ],
 )
-def test_path_that_could_match_too_much_is_refused(key: str, path: object, what: str) -> None:
+def test_path_of_a_key_that_is_relative_or_root_is_refused(
+    key: str, path: object, what: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         KEYS[key].read(["/ok", path] if key == "sources" else path)
 
 
-def test_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
+def test_problems_of_all_configuration_files_are_reported_together(tmp_path: Path) -> None:
     write(tmp_path, "deadline: soon\nredirekt: bind\nsources: [x, /ok, y]")
     write(tmp_path, "a: b: c", "conf.d/1.yaml")
     write(tmp_path, "partitions: {gpu: {enabled: 2, cache: /x}}", "conf.d/2.yaml")
@@ -405,7 +407,7 @@ def test_problems_of_all_files_come_at_once(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value[:40]),
 )
-def test_file_that_cannot_be_parsed_is_refused_as_a_whole(
+def test_configuration_file_that_is_no_yaml_is_refused_with_its_line(
     tmp_path: Path, text: str | bytes, what: str
 ) -> None:
     (problem,) = problems(tmp_path, text)
@@ -425,7 +427,7 @@ def test_file_that_cannot_be_parsed_is_refused_as_a_whole(
     ],
     ids=["directory", "fifo", "dangling", "loop"],
 )
-def test_path_without_a_file_is_refused_and_does_not_block(
+def test_configuration_path_that_is_a_directory_or_fifo_is_refused_without_blocking(
     tmp_path: Path, name: str, make: Callable[[Path], None], what: str
 ) -> None:
     path = tmp_path / name
@@ -443,7 +445,7 @@ def test_conf_d_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_unreadable_file_is_not_taken_for_a_missing_one(
+def test_unreadable_configuration_file_is_a_problem_and_not_taken_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
@@ -461,7 +463,7 @@ def test_unreadable_file_is_not_taken_for_a_missing_one(
 @pytest.mark.usefixtures("as_root")
 @pytest.mark.parametrize("name", [MAIN, "conf.d/a.yaml"])
 @pytest.mark.parametrize("mode", [0o664, 0o646])
-def test_file_that_others_may_write_is_refused_by_root(
+def test_configuration_file_writable_by_group_or_other_users_is_refused_by_root(
     tmp_path: Path, name: str, mode: int
 ) -> None:
     target = write(tmp_path, "enabled: false", "target")
@@ -475,13 +477,13 @@ def test_file_that_others_may_write_is_refused_by_root(
 
 
 @pytest.mark.usefixtures("as_root")
-def test_file_of_another_user_is_refused_by_root(tmp_path: Path) -> None:
+def test_configuration_file_of_another_user_is_refused_by_root(tmp_path: Path) -> None:
     os.chown(write(tmp_path, "enabled: false"), 1000, 1000)
     (problem,) = problems(tmp_path)
     assert problem.what == "belongs to uid 1000, expected root (chown root)"
 
 
-def test_any_file_may_be_looked_at_by_a_user(
+def test_user_may_load_a_world_writable_configuration_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
@@ -521,7 +523,7 @@ def test_address_without_host_or_port_is_refused(text: str) -> None:
 # --- nothing is written twice
 
 
-def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
+def test_sample_configuration_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
     sample = (REPOSITORY / "etc" / MAIN).read_text()
     assert read(tmp_path, sample).rows() == load_config(tmp_path / "missing").rows()
     # "# prose" stays, "#key: value" and "#  nested: value" are switched on.
@@ -531,5 +533,5 @@ def test_sample_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
     assert list(found.partitions) == ["debug", "training"]
 
 
-def test_sentence_of_each_key_is_short() -> None:
+def test_sentence_that_describes_each_key_is_short() -> None:
     assert all(key.sentence.endswith(".") and len(key.sentence) < 90 for key in KEYS.values())

@@ -44,14 +44,16 @@ def read_without_yaml(site: Site, monkeypatch: Patch) -> tuple[str, ...]:
         return site.sources()
 
 
-def test_files_that_were_read_need_no_yaml_the_next_time(site: Site, monkeypatch: Patch) -> None:
+def test_configuration_files_read_before_are_loaded_without_yaml(
+    site: Site, monkeypatch: Patch
+) -> None:
     site.write("sources: [/a]\n")
     site.write("sources: [/b]\n", "conf.d/more.yaml")
     assert site.sources() == read_without_yaml(site, monkeypatch) == ("/b",)
     assert site.kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_changed_file_is_read_anew_whatever_its_times_say(site: Site) -> None:
+def test_changed_configuration_file_is_read_again_even_with_the_same_mtime(site: Site) -> None:
     site.write("sources: [/a]\n")
     site.sources()
     before = (site.etc / "forestage.yaml").stat()
@@ -62,7 +64,7 @@ def test_changed_file_is_read_anew_whatever_its_times_say(site: Site) -> None:
     assert site.sources() == ("/a",)
 
 
-def test_wrong_file_is_told_each_time_and_not_kept(site: Site) -> None:
+def test_wrong_configuration_file_is_reported_each_time_and_not_cached(site: Site) -> None:
     site.write("sources: [\n")
     for _ in range(2):
         with pytest.raises(ConfigError):
@@ -75,21 +77,21 @@ def test_wrong_file_is_told_each_time_and_not_kept(site: Site) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"[]", b"{", b"\xff", b'{"a": 1}'])
-def test_damaged_record_is_ignored(site: Site, junk: bytes, monkeypatch: Patch) -> None:
+def test_damaged_yaml_cache_is_ignored(site: Site, junk: bytes, monkeypatch: Patch) -> None:
     site.kept.write_bytes(junk)
     site.write("sources: [/a]\n")
     assert site.sources() == read_without_yaml(site, monkeypatch) == ("/a",)
 
 
 @pytest.mark.parametrize("odd", [{1: "a"}, {"a": datetime.date(2026, 1, 1)}, [float("inf")]])
-def test_what_json_cannot_say_is_not_kept(site: Site, odd: object) -> None:
+def test_document_that_json_cannot_represent_is_not_cached(site: Site, odd: object) -> None:
     documents = YamlCache(site.kept)
     assert documents.document("text", lambda _: odd) == odd
     documents.keep()
     assert not site.kept.exists()
 
 
-def test_no_place_for_the_record_is_no_error(site: Site) -> None:
+def test_yaml_cache_that_cannot_be_written_is_no_error(site: Site) -> None:
     site.kept = site.kept / "missing/config.json"
     site.write("sources: [/a]\n")
     assert site.sources() == ("/a",)
@@ -99,7 +101,7 @@ def unlogged(site: Site) -> tuple[str, ...]:
     return load_config(site.etc, site.kept).unlogged
 
 
-def test_removed_key_is_to_be_logged_once_and_again_after_a_boot(site: Site) -> None:
+def test_removed_key_is_reported_for_logging_once_and_again_after_a_boot(site: Site) -> None:
     site.write("sources: [/a]\npreload: true\n")
     assert [unlogged(site) for _ in range(3)] == [("preload",), (), ()]
     site.write("on_error: drain\npreload: true\n")
@@ -110,7 +112,7 @@ def test_removed_key_is_to_be_logged_once_and_again_after_a_boot(site: Site) -> 
     assert sorted(unlogged(site)) == ["on_error", "preload"]
 
 
-def test_key_that_an_upgrade_removes_is_to_be_logged_though_no_file_changes(
+def test_key_removed_by_an_upgrade_is_reported_for_logging_without_a_file_change(
     site: Site, monkeypatch: Patch
 ) -> None:
     site.write("preload: true\ndigest: false\n")
@@ -123,13 +125,13 @@ def test_key_that_an_upgrade_removes_is_to_be_logged_though_no_file_changes(
 
 
 @pytest.mark.parametrize("noted", ["null", '"preload"', "7", "[7]"])
-def test_damaged_note_of_what_was_logged_is_made_anew(site: Site, noted: str) -> None:
+def test_damaged_record_of_logged_keys_is_rewritten(site: Site, noted: str) -> None:
     site.write("preload: true\n")
     site.kept.write_text(f'{{"removed": {noted}}}')
     assert [unlogged(site) for _ in range(2)] == [("preload",), ()]
 
 
-def test_removed_key_is_not_logged_for_each_job_where_nothing_can_be_noted(site: Site) -> None:
+def test_removed_key_is_not_reported_if_the_yaml_cache_cannot_be_written(site: Site) -> None:
     site.kept = site.kept / "missing/config.json"
     site.write("preload: true\n")
     assert unlogged(site) == ()

@@ -21,12 +21,14 @@ def places(tmp_path: Path) -> NodePaths:
     return places
 
 
-def test_without_a_file_nothing_is_switched_off(tmp_path: Path) -> None:
+def test_node_without_a_switch_file_is_not_switched_off(tmp_path: Path) -> None:
     assert switch.find_off_file_reason(NodePaths(tmp_path), NOW) == ""
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
-def test_either_file_switches_off_and_gives_its_first_line(places: NodePaths, name: str) -> None:
+def test_either_switch_file_switches_off_and_its_first_line_is_the_reason(
+    places: NodePaths, name: str
+) -> None:
     file: Path = getattr(places, name)
     file.write_text("INC-42: wrong bytes?\nsee the ticket\n")
     assert switch.find_off_file_reason(places, NOW) == f"{file}: INC-42: wrong bytes?"
@@ -34,7 +36,7 @@ def test_either_file_switches_off_and_gives_its_first_line(places: NodePaths, na
     assert switch.find_off_file_reason(places, NOW) == f"{file} is there"
 
 
-def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(
+def test_switch_file_with_a_past_time_is_ignored_and_the_other_file_still_counts(
     places: NodePaths,
 ) -> None:
     places.kept_off.write_text(f"until {int(NOW)}\nINC-42\n")
@@ -61,19 +63,19 @@ def test_time_that_is_over_counts_for_nothing_and_the_other_file_still_does(
         "until 9" * 99,
     ],
 )
-def test_time_that_cannot_be_read_never_ends(places: NodePaths, text: str) -> None:
+def test_switch_file_with_an_unreadable_time_never_expires(places: NodePaths, text: str) -> None:
     places.kept_off.write_text(text)
     assert switch.find_off_file_reason(places, NOW).startswith(str(places.kept_off))
 
 
-def test_time_of_the_far_future_is_said_in_seconds(places: NodePaths) -> None:
+def test_switch_files_time_in_the_far_future_is_shown_in_seconds(places: NodePaths) -> None:
     places.kept_off.write_text(f"until {'9' * 20}\nx\n")
     assert switch.find_off_file_reason(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
-def test_file_that_cannot_be_read_switches_off_and_holds_nobody(
+def test_unreadable_switch_file_switches_off_without_blocking(
     places: NodePaths, name: str, kind: str
 ) -> None:
     file: Path = getattr(places, name)

@@ -58,12 +58,12 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_image_is_read_out_of_a_command_line(line: str) -> None:
+def test_estimate_reads_the_image_from_a_steps_command_line(line: str) -> None:
     image = LINES[line]
     assert images(accounting.read([row("7", line)])) == ({("7", "n1", image)} if image else set())
 
 
-def test_job_has_its_own_image_its_steps_and_those_noted_at_submission_each_once() -> None:
+def test_estimate_counts_images_of_job_steps_and_submission_comment_once_each() -> None:
     noted = "ticket stage-seen=/a,/b%20c,d"
     found = accounting.read(
         [
@@ -97,30 +97,30 @@ def test_job_has_its_own_image_its_steps_and_those_noted_at_submission_each_once
         b"\xff\xfe" + row("7"),
     ],
 )
-def test_line_that_is_no_row_counts_as_that_and_for_nothing_else(hostile: bytes) -> None:
+def test_malformed_sacct_line_is_counted_as_dropped(hostile: bytes) -> None:
     found = accounting.read([hostile, row("1", "srun --container-image=/a")])
     assert (list(found.jobs), found.dropped) == (["1"], 1)
 
 
 @pytest.mark.parametrize("at", ["Unknown", "None", "", "0", "-1", "1e9", "9999-99-99T00:00:00"])
-def test_job_that_has_not_started_is_left_out(at: str) -> None:
+def test_estimate_leaves_out_a_job_that_has_not_started(at: str) -> None:
     found = accounting.read([row("7", "srun --container-image=/a", at=at)])
     assert (found.jobs, found.dropped) == ({}, 0)
 
 
-def test_time_is_read_as_sacct_prints_it_without_being_told_how() -> None:
+def test_start_time_is_read_in_the_default_format_of_sacct() -> None:
     (job,) = accounting.read([row("7", at="2026-11-24T12:00:00")]).jobs.values()
     assert replay._month(int(job.at // replay.QUARTER)) == "2026-11"
 
 
-def test_rest_of_a_command_line_with_a_newline_is_dropped() -> None:
+def test_rest_of_a_sacct_command_line_after_a_newline_is_dropped() -> None:
     broken = row("7", "srun --container-image=/a sh -c 'true\ntrue --container-image=/b'")
     found = accounting.read(broken.splitlines(keepends=True))
     assert images(found) == {("7", "n1", "/a")}
     assert found.dropped == 1
 
 
-def test_forged_row_of_a_job_that_is_there_counts_for_nothing() -> None:
+def test_second_sacct_row_of_the_same_job_is_dropped() -> None:
     found = accounting.read([row("7", "srun true"), row("7", "srun --container-image=/a")])
     assert (images(found), found.dropped) == (set(), 1)
 
@@ -142,11 +142,11 @@ def test_forged_row_of_a_job_that_is_there_counts_for_nothing() -> None:
         ("../n1", ()),
     ],
 )
-def test_list_of_hosts_is_expanded_and_bounded(written: str, hosts: tuple[str, ...]) -> None:
+def test_estimate_expands_a_node_list_up_to_a_bound(written: str, hosts: tuple[str, ...]) -> None:
     assert accounting.expand(written) == hosts
 
 
-def test_job_has_a_bounded_number_of_images() -> None:
+def test_estimate_counts_a_bounded_number_of_images_per_job() -> None:
     steps = [row(f"7.{number}", f"srun --container-image=/{number}") for number in range(999)]
     assert len(images(accounting.read([row("7"), *steps]))) == MAX_IMAGES
 
@@ -157,7 +157,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("12"), NAMES, IMAGES), max_size=12)
 
 
 @given(st.tuples(NAMES, NAMES), STEPS)
-def test_job_uses_an_image_on_a_node_where_a_row_of_it_first_says_so(
+def test_image_starts_on_a_node_at_the_time_of_its_first_row(
     jobs: tuple[str, str], steps: list[tuple[str, str, str]]
 ) -> None:
     """Also where rows of jobs are mixed, as they never are."""
@@ -176,7 +176,7 @@ def test_job_uses_an_image_on_a_node_where_a_row_of_it_first_says_so(
 
 
 @pytest.mark.parametrize("count", [10, 1000])
-def test_job_is_one_start_and_no_list_of_its_nodes_is_searched(count: int) -> None:
+def test_image_of_a_job_is_one_start_and_its_node_list_is_not_searched(count: int) -> None:
     """However many nodes it has: its rows are read in the time that they are long."""
 
     class Nodes(tuple[str, ...]):
@@ -194,7 +194,7 @@ def test_job_is_one_start_and_no_list_of_its_nodes_is_searched(count: int) -> No
 
 
 @given(st.lists(st.binary(max_size=80)))
-def test_any_bytes_are_read(lines: list[bytes]) -> None:
+def test_estimate_reads_any_bytes_without_an_error(lines: list[bytes]) -> None:
     accounting.read(lines)
 
 
@@ -207,11 +207,11 @@ def test_any_bytes_are_read(lines: list[bytes]) -> None:
         ("#!/bin/sh\nsrun --container-image=/a true", False),  # its step has a row
     ],
 )
-def test_script_names_an_image_that_no_row_shows(script: str, named: bool) -> None:
+def test_batch_script_that_names_an_image_is_recognised(script: str, named: bool) -> None:
     assert accounting.names_an_image(script) == named
 
 
-def test_least_recently_used_image_makes_room() -> None:
+def test_simulated_cache_evicts_the_least_recently_used_image() -> None:
     cache = Cache(10, {})
     hits = [cache.ask((name, True), 4) for name in ("/a", "/b", "/a", "/c", "/a", "/b")]
     assert hits == [False, False, True, False, True, False]
@@ -221,7 +221,7 @@ ASKED = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=4
 
 
 @given(ASKED, st.lists(st.integers(0, 12), min_size=6, max_size=6), st.sets(st.integers(1, 40)))
-def test_caches_of_several_sizes_have_the_hits_that_each_has_alone(
+def test_simulating_several_cache_sizes_together_gives_the_hits_of_each_alone(
     asked: list[tuple[str, bool]], bytes_: list[int], sizes: set[int]
 ) -> None:
     size_of = dict(zip("abcdef", bytes_, strict=True))
@@ -234,27 +234,29 @@ def test_caches_of_several_sizes_have_the_hits_that_each_has_alone(
 
 
 @pytest.mark.parametrize("sizes", [10, 1000])
-def test_caches_that_evict_nothing_are_one(sizes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_caches_that_evict_nothing_share_their_state(
+    sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caches = replay.NodeCaches(range(100, 100 + sizes))
     monkeypatch.delattr(Cache, "ask")
     found = [caches.ask((name, True), 40) for name in ("/a", "/b", "/a", "/a")]
     assert found == [0, 0, (1 << sizes) - 1, (1 << sizes) - 1]
 
 
-def test_image_that_is_larger_than_the_cache_is_never_there_and_evicts_none() -> None:
+def test_image_larger_than_the_simulated_cache_is_never_a_hit_and_evicts_none() -> None:
     cache = Cache(10, {})
     asked = [("/a", 4), ("/big", 11), ("/big", 11), ("/a", 4)]
     assert [cache.ask((name, True), size) for name, size in asked] == [False, False, False, True]
 
 
-def test_new_version_of_an_image_is_no_hit_and_takes_the_room_of_the_old_one() -> None:
+def test_new_version_of_an_image_is_a_miss_and_replaces_the_old_version() -> None:
     starts = [Start(at, "gpu", ("n1",), "/a") for at in (10, 20, 30, 40)]
     (by_group,) = replay.replay(starts, {"/a": File(6, 25)}, [10])
     (sums,) = by_group.values()
     assert (sums.starts, sums.hits, sums.saved, sums.read) == (4, 2, 12, 12)
 
 
-def test_each_node_has_a_cache_of_its_own_and_each_partition_a_sum() -> None:
+def test_replay_has_a_cache_per_node_and_a_sum_per_partition() -> None:
     where = [("x", "n1"), ("y", "n1"), ("x", "n2")]
     starts = [Start(AT + n, partition, (node,), "/a") for n, (partition, node) in enumerate(where)]
     (sums,) = replay.replay(starts, {"/a": File(6, 0)}, [10])
@@ -286,7 +288,7 @@ def book() -> Accounting:
 FILES = {"/a": File(MIB, 0), "/b": File(2 * MIB, 0)}
 
 
-def test_figures_have_the_share_that_they_know() -> None:
+def test_estimate_reports_how_many_starts_and_sizes_are_known() -> None:
     found = figures.estimate(book(), [FILES], figures.GIB, cold=3600)
     assert (found.known, found.sized, found.registry, found.unknown) == (6, 5, 1, 2)
     assert (found.images, found.images_sized) == (3, 2)
@@ -300,18 +302,18 @@ def test_figures_have_the_share_that_they_know() -> None:
     assert (found.unseen, found.most_unseen) == (None, 2 / 9)
 
 
-def test_share_that_is_not_seen_is_that_of_a_sample() -> None:
+def test_unseen_share_of_the_estimate_comes_from_a_sample() -> None:
     sample = figures.Sample(scripts=2, nodes=2, with_image=1)
     found = figures.estimate(book(), [FILES], figures.GIB, sample)
     assert found.unseen == pytest.approx(1 / 8)  # one of two, beside seven that are seen
 
 
-def test_all_is_seen_where_no_start_is_unknown() -> None:
+def test_unseen_share_is_zero_without_unknown_starts() -> None:
     found = accounting.read([row("1", "srun --container-image=/a")])
     assert figures.estimate(found, [FILES], figures.GIB).unseen == 0
 
 
-def test_size_that_is_not_known_is_a_range(tmp_path: Path) -> None:
+def test_unknown_image_size_makes_the_estimate_a_range(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
     here, gone = str(tmp_path / "a"), str(tmp_path / "gone")
     looks = figures.look([here, gone, "/nul\0"], (5, 50))
@@ -323,7 +325,7 @@ def test_size_that_is_not_known_is_a_range(tmp_path: Path) -> None:
     assert (found.chosen.saved, found.sized) == (figures.Range(10, 100), 3)
 
 
-def test_text_and_page_say_what_they_are_about() -> None:
+def test_estimates_text_and_page_state_the_shares_they_rest_on() -> None:
     found = figures.estimate(book(), [FILES], figures.GIB)
     said = text.text(found)
     assert "6 (67%) name a path, of 3 images" in said
@@ -338,5 +340,5 @@ def test_text_and_page_say_what_they_are_about() -> None:
 
 
 @pytest.mark.parametrize("partition", ["<b>", "a\x1b[2J", "a b"])
-def test_name_of_a_partition_that_slurm_would_not_have_is_not_shown(partition: str) -> None:
+def test_row_with_an_invalid_partition_name_is_dropped(partition: str) -> None:
     assert accounting.read([row("1", partition=partition)]).jobs == {}

@@ -64,13 +64,13 @@ def fates(*events: EventRecord) -> list[str]:
         *("no job waited for it", "stopped"),
     ],
 )
-def test_copy_is_used_by_the_first_job_or_evicted_before_any(
+def test_copy_made_ahead_is_counted_as_used_by_the_first_job_or_evicted_unused(
     events: tuple[EventRecord, ...], found: list[str]
 ) -> None:
     assert fates(*events) == found
 
 
-def test_copy_that_a_job_takes_over_is_used_as_far_as_it_was_made_before() -> None:
+def test_copy_taken_over_by_a_job_counts_as_used_for_the_bytes_copied_ahead() -> None:
     taken = event(CopyOutcome("copied", key=KEY, size=10, resumed=6, ahead=6, expected=SINCE))
     sums, copies = PrefetchedBytes(), UnusedCopies()
     for change in copies.add(taken):
@@ -79,7 +79,7 @@ def test_copy_that_a_job_takes_over_is_used_as_far_as_it_was_made_before() -> No
     assert copies.left == {}
 
 
-def test_bytes_are_counted_by_where_they_came_from() -> None:
+def test_bytes_copied_ahead_are_counted_by_origin() -> None:
     sums, copies = PrefetchedBytes(), UnusedCopies()
     for one in (copied(from_peers=7, from_others=4), hit(), copied("b" * 32), evicted("b" * 32)):
         for change in copies.add(one):
@@ -89,7 +89,9 @@ def test_bytes_are_counted_by_where_they_came_from() -> None:
     assert sums.unused == {"source": 10, "peers": 0, "others": 0}
 
 
-def test_remembered_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_of_unused_copies_remembers_a_bounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ahead, "MAX_UNUSED_COPIES", 2)
     copies = UnusedCopies()
     for number in range(9):

@@ -46,7 +46,7 @@ def event(job: int = 7, outcome: Outcome | None = None) -> EventRecord:
 
 
 @given(st.text())
-def test_any_text_is_made_printable_short_and_encodable(text: str) -> None:
+def test_any_text_in_an_event_is_made_printable_short_and_encodable(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert len(shown) <= 10 * MAX_TEXT
@@ -65,11 +65,11 @@ def test_any_text_is_made_printable_short_and_encodable(text: str) -> None:
         ("/" + "x" * 4000 + " is empty", "/" + "x" * 498 + "…" + "x" * 491 + " is empty"),
     ],
 )
-def test_text_of_a_user_is_shown_escaped(text: str, shown: str) -> None:
+def test_users_text_is_escaped_in_messages(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_summary_of_a_copy_is_logfmt() -> None:
+def test_log_line_of_a_copy_is_logfmt() -> None:
     outcome = RequestOutcome(
         "copied", request="/a", image="/lustre/a", key="0a", size=5, redirect="mounted", wait=0.25
     )
@@ -79,7 +79,7 @@ def test_summary_of_a_copy_is_logfmt() -> None:
     )
 
 
-def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
+def test_log_line_of_an_epilog_and_of_no_outcome_is_logfmt() -> None:
     released = ReleaseOutcome("released", unmounted=2, evicted=("0a", "0b"))
     assert format_summary(JOB, [released], 0.1) == (
         "user=alice result=released unmounted=2 evicted=0a,0b total=0.100s"
@@ -87,7 +87,7 @@ def test_summary_of_an_epilog_and_of_nothing_is_logfmt() -> None:
     assert format_summary(JOB, [], 0.0) == "user=alice total=0.000s"
 
 
-def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
+def test_step_number_is_recorded_only_in_events_of_a_step(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     step = msgspec.structs.replace(JOB, step=3)
     events.record_outcomes(places, 1.0, "step", step, [RequestOutcome("hit")], 0.1)
@@ -97,14 +97,14 @@ def test_step_number_is_recorded_only_for_a_step(tmp_path: Path) -> None:
 
 
 @given(st.text(), st.text(), st.lists(st.text(), max_size=3).map(tuple))
-def test_text_of_a_user_breaks_no_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
+def test_users_text_breaks_no_log_line(asked: str, detail: str, problems: tuple[str, ...]) -> None:
     job = msgspec.structs.replace(JOB, hints=JobHints(problems=problems))
     line = format_summary(job, [RequestOutcome("declined", request=asked, detail=detail)], 1.0)
     assert line.isprintable()
     assert line.endswith(" total=1.000s")
 
 
-def test_text_of_a_user_forges_no_field() -> None:
+def test_users_text_forges_no_field_of_a_log_line() -> None:
     asked = '/a" result=hit image="/b'
     line = format_summary(JOB, [RequestOutcome("declined", request=asked)], 1.0)
     assert '" result=hit image="' not in line
@@ -119,7 +119,7 @@ def test_appended_events_are_read_in_order(tmp_path: Path) -> None:
     assert file.parent.stat().st_mode & 0o777 == 0o750
 
 
-def test_no_event_makes_no_file(tmp_path: Path) -> None:
+def test_appending_no_events_creates_no_log_file(tmp_path: Path) -> None:
     append_events(tmp_path / "log/events.jsonl", [])
     assert list(tmp_path.iterdir()) == []
     assert list(read(tmp_path / "log/events.jsonl")) == []
@@ -128,7 +128,7 @@ def test_no_event_makes_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"{\n", b"\n", b"null\n", b"\xff\n", b'{"job":1}\n', b"\0" * 512 + b"\n"]
 )
-def test_damaged_line_is_skipped(tmp_path: Path, garbage: bytes) -> None:
+def test_damaged_line_of_the_event_log_is_skipped(tmp_path: Path, garbage: bytes) -> None:
     file = tmp_path / "events.jsonl"
     append_events(file, [event(1)])
     with file.open("ab") as handle:
@@ -137,7 +137,7 @@ def test_damaged_line_is_skipped(tmp_path: Path, garbage: bytes) -> None:
     assert [one.job for one in read(file)] == [1, 2]
 
 
-def test_line_cut_short_by_a_crash_leaves_the_next_one_whole(tmp_path: Path) -> None:
+def test_event_after_a_line_cut_short_by_a_crash_is_read(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     append_events(file, [event(1)])
     os.truncate(file, file.stat().st_size - 3)
@@ -145,7 +145,7 @@ def test_line_cut_short_by_a_crash_leaves_the_next_one_whole(tmp_path: Path) -> 
     assert [one.job for one in read(file)] == [2]
 
 
-def test_full_log_is_rotated_and_the_older_one_read_first(
+def test_full_event_log_is_rotated_and_the_older_file_is_read_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_BYTES", 200)
@@ -158,7 +158,7 @@ def test_full_log_is_rotated_and_the_older_one_read_first(
     assert jobs == list(range(jobs[0], 20))
 
 
-def test_full_log_is_not_lost_when_two_hooks_rotate_at_once(
+def test_no_event_is_lost_when_two_hooks_rotate_the_log_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "events.jsonl"
@@ -177,7 +177,9 @@ def test_full_log_is_not_lost_when_two_hooks_rotate_at_once(
     assert [one.job for one in read(file)] == list(range(22))
 
 
-def test_event_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_appended_by_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """O_APPEND keeps two hooks' lines apart only if each is written at once."""
     written: list[bytes] = []
     write = os.write
@@ -202,7 +204,7 @@ OUTCOMES = (
 
 
 @given(OUTCOMES)
-def test_event_reads_back_as_it_was(outcome: Outcome) -> None:
+def test_any_event_is_read_back_unchanged(outcome: Outcome) -> None:
     line = msgspec.json.encode(event(1, outcome))
     assert b"\n" not in line
     assert msgspec.json.decode(line, type=EventRecord).outcome == outcome

@@ -15,7 +15,7 @@ from forestage.system import records
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/forestage/events.jsonl")
 
 
-def test_losses_are_noted_from_the_first_to_the_last(tmp_path: Path) -> None:
+def test_lost_events_are_recorded_with_the_first_and_the_last_time(tmp_path: Path) -> None:
     file = tmp_path / "lost"
     assert losses.find_loss(file) is None
     losses.record_loss(file, 10.0, OSError(errno.EROFS, "first"))
@@ -26,7 +26,7 @@ def test_losses_are_noted_from_the_first_to_the_last(tmp_path: Path) -> None:
     assert lost.why.endswith("No space left on device: '/var/log/forestage/events.jsonl'")
 
 
-def test_loss_that_cannot_be_noted_is_no_error(tmp_path: Path) -> None:
+def test_lost_events_that_cannot_be_recorded_raise_no_error(tmp_path: Path) -> None:
     losses.record_loss(tmp_path / "missing/lost", 10.0, FULL)
     assert losses.find_loss(tmp_path / "missing/lost") is None
 
@@ -45,7 +45,7 @@ def test_loss_that_cannot_be_noted_is_no_error(tmp_path: Path) -> None:
         ((25.0,), True, True),  # no event of its Prolog
     ],
 )
-def test_loss_concerns_jobs_whose_hooks_ran_meanwhile(
+def test_job_may_lack_events_if_its_hooks_ran_while_events_were_lost(
     times: tuple[float, ...], is_over: bool, expected: bool
 ) -> None:
     own = [EventRecord(time, "prolog", 7, RequestOutcome("hit"), total=1.0) for time in times]
@@ -54,7 +54,7 @@ def test_loss_concerns_jobs_whose_hooks_ran_meanwhile(
     assert losses.may_lack_events(LostEvents(10.0, 21.0, "full"), own) is expected
 
 
-def test_write_that_finds_no_space_names_its_file(
+def test_failed_write_of_a_record_names_its_file_and_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int) -> None:

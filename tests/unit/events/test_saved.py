@@ -26,14 +26,14 @@ def outcome(**changes: Any) -> RequestOutcome:
         ({"redirect": ""}, None),
     ],
 )
-def test_start_saves_its_reading_less_its_wait(
+def test_saved_time_of_a_start_is_baseline_minus_wait(
     changes: dict[str, Any], seconds: float | None
 ) -> None:
     assert saved.find_saved_seconds(outcome(**changes)) == seconds
 
 
 @pytest.mark.parametrize("result", ["started", "through", "declined", "failed"])
-def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: OutcomeResult) -> None:
+def test_saved_time_is_unknown_for_a_start_that_also_read_the_source(result: OutcomeResult) -> None:
     assert saved.find_saved_seconds(outcome(result=result)) is None
     assert saved.format_saving(outcome(result=result)) == "what that saves is not known"
 
@@ -47,7 +47,7 @@ def test_start_that_read_the_source_as_well_saves_nobody_knows_what(result: Outc
         ({"wait": 14.04}, "which costs about 2s"),
     ],
 )
-def test_user_reads_two_digits_of_it(changes: dict[str, Any], text: str) -> None:
+def test_saved_time_is_formatted_with_two_digits(changes: dict[str, Any], text: str) -> None:
     assert saved.format_saving(outcome(**changes)) == text
 
 
@@ -66,7 +66,9 @@ BIND = (("prolog", "hit", "mounted"), ("step", "hit", "kept"), ("step", "hit", "
         ((("prolog", "hit", "none"),), [False]),  # nobody reads that copy
     ],
 )
-def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
+def test_start_from_a_copy_by_prolog_and_step_is_counted_once(
+    runs: Any, starts: list[bool]
+) -> None:
     told = saved.StartTracker()
     outcomes = [
         (
@@ -80,7 +82,7 @@ def test_start_from_a_copy_counts_once(runs: Any, starts: list[bool]) -> None:
     assert [told.is_one(hook, 7, one) for hook, one in outcomes] == starts
 
 
-def test_jobs_whose_step_never_came_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_tracker_remembers_a_bounded_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "MAX_JOBS", 3)
     told = saved.StartTracker()
     for job in range(10):

@@ -43,13 +43,13 @@ from forestage.system.as_user import User
         ({STAGE_OPTION: ""}, False),
     ],
 )
-def test_prolog_has_work_where_a_job_names_an_image_or_its_comment_says_stage(
+def test_prolog_has_work_if_the_job_names_an_image_or_its_comment_says_stage(
     tmp_path: Path, environ: dict[str, str], nothing: bool
 ) -> None:
     assert has_no_work("prolog", environ, str(tmp_path)) is nothing
 
 
-def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
+def test_prolog_has_work_if_a_lease_of_its_job_number_exists(tmp_path: Path) -> None:
     """Of an earlier job: another user's, perhaps, whose Epilog never came."""
     leases = NodePaths(tmp_path).leases
     leases.mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_prolog_has_work_where_its_number_has_a_lease(tmp_path: Path) -> None:
     assert has_no_work("prolog", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
-def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
+def test_epilog_has_work_if_its_job_has_a_lease(tmp_path: Path) -> None:
     """Whatever the job asked for: the Epilog may not see it any more."""
     environ = {"SLURM_JOB_ID": "7", IMAGE_OPTION: "/a"}
     leases = NodePaths(tmp_path).leases
@@ -69,7 +69,7 @@ def test_epilog_has_work_where_its_job_has_a_lease(tmp_path: Path) -> None:
     assert not has_no_work("epilog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
 
 
-def test_epilog_has_work_where_a_step_asked_a_registry(tmp_path: Path) -> None:
+def test_epilog_has_work_if_a_step_used_a_registry(tmp_path: Path) -> None:
     """There is a lease at the end of an import only."""
     images = NodePaths(tmp_path).images
     images.mkdir(parents=True)
@@ -97,7 +97,7 @@ def run(tmp_path: Path) -> Path:
         ({}, ""),
     ],
 )
-def test_nodes_of_a_prolog_are_kept_for_steps(
+def test_prolog_stores_the_jobs_node_list_for_its_steps(
     run: Path, listed: dict[str, str], nodes: str
 ) -> None:
     (run / "leases").mkdir()
@@ -106,7 +106,7 @@ def test_nodes_of_a_prolog_are_kept_for_steps(
     assert LeaseDirectory(run / "leases").nodelist(7) == nodes
 
 
-def test_nodes_are_forgotten_by_the_epilog_and_by_nobody_else(run: Path) -> None:
+def test_stored_node_list_is_deleted_by_the_epilog_only(run: Path) -> None:
     update_nodelist("prolog", ON_TWO, str(run))
     update_nodelist("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
     LeaseDirectory(run / "leases").put(
@@ -130,7 +130,7 @@ OF_ALICE = {"SLURM_JOB_UID": "1", "SLURM_JOB_START_TIME": "100"}
         (OF_ALICE | {"SLURM_JOB_UID": "2"}, True),
     ],
 )
-def test_epilog_forgets_no_nodes_of_another_users_job_nor_of_a_later_run(
+def test_epilog_keeps_the_node_list_of_another_users_job_and_of_a_later_run(
     run: Path, later: dict[str, str], left: bool
 ) -> None:
     update_nodelist("prolog", ON_TWO | OF_ALICE, str(run))
@@ -139,12 +139,12 @@ def test_epilog_forgets_no_nodes_of_another_users_job_nor_of_a_later_run(
     assert (run / "leases/7.nodes").exists() is left
 
 
-def test_nodes_are_not_kept_where_no_step_asks(tmp_path: Path) -> None:
+def test_node_list_is_not_stored_without_a_leases_directory(tmp_path: Path) -> None:
     update_nodelist("prolog", ON_TWO, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
+def test_node_list_that_cannot_be_stored_raises_no_error(run: Path) -> None:
     (run / "leases").touch()
     update_nodelist("prolog", ON_TWO, str(run))
     update_nodelist("epilog", ON_TWO, str(run))
@@ -154,11 +154,11 @@ def test_nodes_that_cannot_be_kept_stop_no_hook(run: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "nothing"), [({}, True), ({IMAGE_OPTION: ""}, True), ({IMAGE_OPTION: "/a"}, False)]
 )
-def test_step_has_work_where_it_names_an_image(environ: dict[str, str], nothing: bool) -> None:
+def test_step_has_work_only_if_an_image_is_named(environ: dict[str, str], nothing: bool) -> None:
     assert has_no_work("step", environ, "/nowhere") is nothing
 
 
-def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> None:
+def test_step_has_work_if_its_jobs_comment_names_images(tmp_path: Path) -> None:
     hinted = LeaseDirectory(NodePaths(tmp_path).leases).hints(7)
     hinted.parent.mkdir(parents=True)
     hinted.touch()
@@ -166,7 +166,7 @@ def test_step_has_work_where_its_jobs_comment_names_images(tmp_path: Path) -> No
     assert has_no_work("step", {"SLURM_JOB_ID": "77"}, str(tmp_path))
 
 
-def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
+def test_step_is_answered_once_and_a_broken_pipe_raises_no_error(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = HookRun("step", {}, 0.0)
@@ -182,7 +182,7 @@ def test_step_is_answered_once_and_whoever_went_away_does_not_hurt(
     HookRun("step", {}, 0.0).answer("leave", "error")
 
 
-def test_broken_configuration_with_several_caches_takes_the_time_of_one(
+def test_prolog_with_a_broken_configuration_shares_one_deadline_among_caches(
     tmp_path: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm drains the node of a Prolog that takes longer than slurm.conf allows."""
@@ -210,7 +210,7 @@ def test_broken_configuration_with_several_caches_takes_the_time_of_one(
     assert {refusal.reason for _, _, refusal in given if refusal} == {"config"}
 
 
-def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
+def test_record_call_stores_the_highest_job_number_and_the_time(tmp_path: Path) -> None:
     run, mark = str(tmp_path), tmp_path / "called.prolog"
     for job, latest in (("7", 7), ("123456", 123456), ("123449", 123456)):
         record_call("prolog", {"SLURM_JOB_ID": job}, run)
@@ -220,7 +220,7 @@ def test_call_leaves_the_latest_job_and_the_time(tmp_path: Path) -> None:
     assert mark.stat().st_mtime > 0
 
 
-def test_call_of_a_job_whose_number_is_much_lower_leaves_that_and_since_when(
+def test_record_call_of_a_much_lower_job_number_restarts_with_the_time_of_the_change(
     tmp_path: Path,
 ) -> None:
     """MaxJobId is passed, or slurmctld has lost its state."""
@@ -236,13 +236,13 @@ def test_call_of_a_job_whose_number_is_much_lower_leaves_that_and_since_when(
 
 
 @pytest.mark.parametrize("job", ["", "x", "1" * 50, "-1"])
-def test_call_without_a_job_leaves_nothing(tmp_path: Path, job: str) -> None:
+def test_record_call_without_a_valid_job_number_writes_no_file(tmp_path: Path, job: str) -> None:
     record_call("prolog", {"SLURM_JOB_ID": job} if job else {}, str(tmp_path))
     record_call("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_call_follows_no_link_and_needs_no_directory(tmp_path: Path) -> None:
+def test_record_call_follows_no_symlink_and_tolerates_a_missing_directory(tmp_path: Path) -> None:
     (tmp_path / "called.prolog").symlink_to(tmp_path / "other")
     record_call("prolog", {"SLURM_JOB_ID": "7"}, str(tmp_path))
     assert not (tmp_path / "other").exists()

@@ -60,7 +60,7 @@ def handled(monkeypatch: Patch) -> Calls:
 
 
 @pytest.mark.parametrize(("problems", "reasons"), [((), []), (("odd", "hint"), ["bad-hint"])])
-def test_hint_that_cannot_be_read_is_an_outcome(
+def test_job_with_only_a_bad_hint_has_an_outcome_bad_hint(
     staging_node: Node,
     job: Job,
     limit: HookDeadlines,
@@ -95,7 +95,7 @@ def test_hint_that_cannot_be_read_is_an_outcome(
         (("spank", "wait", None), 9.0, None, False),
     ],
 )
-def test_prolog_waits_where_somebody_asks_for_it_and_no_longer_than_slurm_allows(
+def test_prolog_waits_for_a_copy_if_configured_or_hinted_within_slurms_limit(
     staging_node: Node,
     job: Job,
     config: tuple[str, str, float | None],
@@ -120,7 +120,7 @@ class Still(Clock):
 
 
 @pytest.mark.parametrize("hint", [0.0, 600.0])
-def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
+def test_refused_prologs_deadline_ignores_the_jobs_wait_hint(
     staging_node: Node, job: Job, hint: float
 ) -> None:
     """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
@@ -130,7 +130,7 @@ def test_refused_prolog_searches_for_stale_redirects_whatever_the_hint_says(
     assert found.copy is None
 
 
-def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
+def test_stage_off_that_cannot_be_recorded_is_a_failed_outcome(
     staging_node: Node, job: Job, limit: HookDeadlines, handled: list[object], monkeypatch: Patch
 ) -> None:
     def busy(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_stage_off_that_cannot_be_noted_is_an_outcome_of_its_own(
         ("all", True, "spank", 0.0),
     ],
 )
-def test_wait_of_a_prolog_is_noted_for_who_wants_to_hear_what_it_saved(
+def test_prologs_wait_is_recorded_if_the_user_is_told_of_successes(
     staging_node: Node, asking: Job, limit: HookDeadlines, monkeypatch: Patch,
     messages: str, tell: bool, redirect: str, noted: float,
 ) -> None:  # fmt: skip

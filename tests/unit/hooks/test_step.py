@@ -54,7 +54,7 @@ def hit(**changes: object) -> Outcome:
 
 
 @pytest.mark.parametrize(("messages", "tell"), [("none", "0"), ("problems", "1"), ("all", "1")])
-def test_entry_is_answered_with_the_very_file_it_stands_for(
+def test_step_answer_use_names_the_entry_and_its_sources_identity(
     configured: Configured, make_image: Make, messages: str, tell: str
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
@@ -71,7 +71,7 @@ def test_entry_is_answered_with_the_very_file_it_stands_for(
     )
 
 
-def test_step_that_reads_through_is_told_the_keepers_socket(
+def test_step_answer_through_names_the_keepers_socket(
     configured: Configured, make_image: Make
 ) -> None:
     answer = RequestResult(hit(result="through"), make_image(size=7), Path("/run/k/sock"))
@@ -80,7 +80,7 @@ def test_step_that_reads_through_is_told_the_keepers_socket(
 
 
 @pytest.mark.parametrize("mounted", ["mounted", "kept"])
-def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
+def test_step_is_answered_use_even_if_the_node_has_the_redirect(
     configured: Configured, make_image: Make, mounted: str
 ) -> None:
     """job_container/tmpfs: the job's namespace has the mounts of the moment it was made."""
@@ -102,7 +102,7 @@ def test_task_that_may_not_see_the_nodes_redirect_gets_its_own(
         (RequestOutcome("started", redirect="none", reason="no-through"), "spank", "started"),
     ],
 )
-def test_path_that_stays_as_it_is_has_its_reason(
+def test_step_answer_leave_gives_its_reason(
     configured: Configured, make_image: Make, outcome: Outcome, redirect: str, reason: str
 ) -> None:
     node = configured(redirect=redirect)
@@ -111,7 +111,7 @@ def test_path_that_stays_as_it_is_has_its_reason(
 
 @pytest.mark.parametrize("bad", ["\n", "\t", "\0", "\x1b", "\x7f"])
 @pytest.mark.parametrize("where", ["path", "cache"])
-def test_field_with_a_control_character_is_not_answered(
+def test_step_answer_with_a_control_character_in_a_path_is_leave_bad_path(
     configured: Configured, make_image: Make, where: str, bad: str
 ) -> None:
     node, wanted = configured(redirect="spank"), make_image()
@@ -148,7 +148,7 @@ def run(
                          "not-squashfs")),
     ],
 )  # fmt: skip
-def test_user_reads_what_costs_time_and_not_what_pyxis_says(
+def test_user_message_problems_covers_lost_time_but_not_errors_that_pyxis_reports(
     result: str, reason: str, told: bool
 ) -> None:
     outcome = hit(result=result, reason=reason, detail="this is why", redirect="")
@@ -160,7 +160,7 @@ def test_user_reads_what_costs_time_and_not_what_pyxis_says(
     assert format_message(outcome, "none") == ""
 
 
-def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
+def test_user_message_of_a_registry_image_says_that_enroot_imports_it() -> None:
     outcome = RequestOutcome(
         "declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one"
     )
@@ -170,7 +170,7 @@ def test_image_of_a_registry_is_not_said_to_be_read_from_a_path() -> None:
     )
 
 
-def test_success_is_told_to_who_wants_to_hear_all() -> None:
+def test_successful_step_is_reported_to_the_user_with_messages_all() -> None:
     copy = f"{PATH} is read from this node's copy (hit), "
     assert format_message(hit(), "all") == f"{copy}what that saves is not known"
     assert format_message(hit(baseline=12.34), "all") == f"{copy}which saves about 12s"
@@ -190,7 +190,7 @@ def test_success_is_told_to_who_wants_to_hear_all() -> None:
     assert (format_message(hit(), "problems"), format_message(hit(), "none")) == ("", "")
 
 
-def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
+def test_user_message_of_a_node_failure_hides_paths_of_the_cache() -> None:
     detail = "[Errno 30] Read-only file system: '/mnt/nvme/forestage/locks/space.lock'"
     line = format_message(
         RequestOutcome("failed", request=PATH, reason="io", detail=detail), "problems"
@@ -199,7 +199,7 @@ def test_user_reads_of_the_node_what_they_can_do_and_not_its_files() -> None:
     assert set(user_messages.USER_TEXTS) >= FAILURES - {"evicted-stays"}
 
 
-def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
+def test_user_messages_all_report_each_request_and_problems_one_line(
     configured: Configured, image_asked: Job
 ) -> None:
     outcomes = [hit(), hit(request="/b", image="/b"), hit(request="/c", image="/c")]
@@ -232,7 +232,9 @@ def test_each_request_is_said_where_all_is_wanted_and_one_line_elsewhere(
         (["missing", "io", "hit"], "io"),
     ],
 )
-def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -> None:
+def test_data_result_variable_is_the_worst_result_of_the_data(
+    results: list[str], word: str
+) -> None:
     made = {
         "missing": RequestOutcome("declined", reason="missing"),
         "io": RequestOutcome("failed", reason="io"),
@@ -241,13 +243,15 @@ def test_environment_says_the_worst_of_the_data(results: list[str], word: str) -
     assert answers.list_data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
 
 
-def test_environment_says_what_is_local_and_no_more_than_fits() -> None:
+def test_forestage_local_variable_lists_local_paths_encoded_and_bounded() -> None:
     local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * answers.MAX_LOCAL_BYTES}", "/last")
     assert answers.list_data_variables((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
     assert answers.list_data_variables((), ()) == []
 
 
-def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_asked: Job) -> None:
+def test_user_messages_report_a_failure_before_a_success(
+    configured: Configured, image_asked: Job
+) -> None:
     heard: list[str] = []
     outcomes = [hit(), RequestOutcome("declined", request="stage-dir", detail="no room")]
     user_messages.write_messages(
@@ -257,7 +261,7 @@ def test_what_went_wrong_is_said_before_a_success(configured: Configured, image_
 
 
 @pytest.mark.parametrize("reason", ["no-mount", "missing", "disabled", "deadline", "too-large"])
-def test_mount_that_is_missing_is_said_whatever_the_reason(
+def test_missing_mount_is_always_reported_to_the_user(
     configured: Configured, image_asked: Job, reason: str
 ) -> None:
     heard, always = list[str](), list[str]()
@@ -283,7 +287,7 @@ class ManualClock(Clock):
         return self.now
 
 
-def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_image: Make) -> None:
+def test_waiting_user_gets_one_progress_line(staging_node: Node, make_image: Make) -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
     watch = WaitReporter(clock, lambda text: heard.append((clock.now - 1000, text)), math.inf)
@@ -294,7 +298,7 @@ def test_user_who_is_really_held_up_reads_one_line(staging_node: Node, make_imag
     assert heard == [(FIRST_MESSAGE_AFTER, eta.progress())]
 
 
-def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
+def test_user_waiting_for_data_gets_a_progress_line_every_half_minute() -> None:
     clock = ManualClock()
     heard: list[tuple[float, str]] = []
     patience = WaitReporter(
@@ -311,7 +315,7 @@ def test_user_who_waits_for_data_reads_a_line_each_half_minute() -> None:
     assert heard[0][1] == "line 19"
 
 
-def test_progress_keeps_no_later_line_from_the_user(
+def test_progress_messages_do_not_suppress_the_final_message_of_the_job(
     configured: Configured, image_asked: Job
 ) -> None:
     node, heard = configured(), list[str]()
@@ -329,7 +333,7 @@ def test_progress_keeps_no_later_line_from_the_user(
     ("hint", "timeout", "seconds"),
     [(3.0, "900", 3.0), (0.0, "900", 0.0), (600.0, "60", 48.0), (None, "10", 0.0), (5.0, "", 5.0)],
 )
-def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
+def test_step_waits_for_the_fill_of_its_directory_within_hint_and_companion_timeout(
     configured: Configured, image_asked: Job, hint: float | None, timeout: str, seconds: float
 ) -> None:
     node = msgspec.structs.replace(configured(), clock=ManualClock())
@@ -340,7 +344,7 @@ def test_step_waits_for_what_is_put_into_its_directory_as_long_as_it_can_say_so(
 
 
 @pytest.mark.parametrize("messages", ["none", "problems"])
-def test_progress_is_silent_where_users_are_told_nothing(
+def test_user_messages_none_reports_no_progress(
     configured: Configured, image_asked: Job, messages: str
 ) -> None:
     node = configured(user_messages=messages, cold="shared")
@@ -353,7 +357,7 @@ def test_progress_is_silent_where_users_are_told_nothing(
     [("n[1-512]", True), ("m7,n[1-2]", False), ("n[0-511]", False), ("", True), ("n[", True)],
 )
 @pytest.mark.parametrize("name", ["nodelist", "step_nodelist"])
-def test_only_the_first_node_of_a_step_speaks(
+def test_only_the_first_node_of_a_step_writes_user_messages(
     configured: Configured, image_asked: Job, name: str, nodelist: str, speaks: bool
 ) -> None:
     heard: list[str] = []
@@ -364,7 +368,7 @@ def test_only_the_first_node_of_a_step_speaks(
     assert heard == ["n1: this is why"] * speaks
 
 
-def test_user_reads_one_line_of_a_job_whatever_its_steps_meet(
+def test_user_gets_one_message_line_per_job_across_steps(
     configured: Configured, image_asked: Job
 ) -> None:
     node, heard = configured(), list[str]()
@@ -416,7 +420,7 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         ("auto", None, None, "10", None, 5),
     ],
 )
-def test_step_waits_where_somebody_asks_for_it_and_no_longer_than_the_companion(
+def test_step_waits_for_a_copy_if_configured_or_hinted_within_the_companions_timeout(
     configured: Configured,
     image_asked: Job,
     handled: list[Call],
@@ -450,7 +454,7 @@ def test_user_messages_none_is_silent_during_a_wait(
 @pytest.mark.parametrize(
     ("refusal", "reason"), [(None, "lease-damaged"), (Declined("disabled", "off"), "disabled")]
 )
-def test_damaged_lease_is_why_nothing_is_staged(
+def test_step_with_a_damaged_lease_is_refused_with_lease_damaged(
     configured: Configured, image_asked: Job, refusal: Declined | None, reason: str
 ) -> None:
     node = configured()
@@ -461,7 +465,7 @@ def test_damaged_lease_is_why_nothing_is_staged(
     assert found.reason == reason
 
 
-def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
+def test_step_whose_lease_cannot_be_read_fails_with_one_user_message(
     configured: Configured, image_asked: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -474,7 +478,7 @@ def test_lease_that_cannot_be_read_is_an_outcome_that_the_user_reads(
     assert len(heard) == 1
 
 
-def test_step_with_the_groups_that_slurm_gave_it_asks_no_name_service(
+def test_step_with_groups_from_slurm_queries_no_name_service(
     configured: Configured, image_asked: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its Prolog has noted the user's name, which is for people."""

@@ -33,21 +33,21 @@ def loaded(conf: Path) -> bool:
     return found.state == "loaded"
 
 
-def test_companion_that_was_loaded_and_is_named_counts(conf: Path) -> None:
+def test_companion_is_loaded_if_its_mark_exists_and_plugstack_names_the_plugin(conf: Path) -> None:
     assert loaded(conf)
 
 
-def test_companion_that_slurm_never_loaded_does_not_count(conf: Path) -> None:
+def test_companion_without_its_mark_is_not_loaded(conf: Path) -> None:
     conf.with_name("mark").unlink()
     assert not loaded(conf)
 
 
-def test_companion_whose_line_was_removed_does_not_count_any_more(conf: Path) -> None:
+def test_companion_commented_out_in_plugstack_is_not_loaded(conf: Path) -> None:
     conf.with_name("plugstack.conf").write_text(f"# {LINE}required pyxis.so\n")
     assert not loaded(conf)
 
 
-def test_companion_in_a_part_of_another_plugstack_counts(conf: Path) -> None:
+def test_companion_in_an_included_file_of_a_configured_plugstack_is_loaded(conf: Path) -> None:
     other = conf.parent / "other"
     (other / "parts").mkdir(parents=True)
     (other / "p.conf").write_text("include parts/*.conf\n")
@@ -58,13 +58,13 @@ def test_companion_in_a_part_of_another_plugstack_counts(conf: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm.conf", "plugstack.conf"])
-def test_byte_that_is_no_utf8_hides_no_companion(conf: Path, name: str) -> None:
+def test_companion_is_found_in_files_with_bytes_that_are_not_utf8(conf: Path, name: str) -> None:
     file = conf.with_name(name)
     file.write_bytes(b"# f\374r M\374ller\n" + file.read_bytes())
     assert loaded(conf)
 
 
-def test_plugstack_in_a_folder_whose_name_is_no_utf8_is_found(conf: Path) -> None:
+def test_plugstack_in_a_directory_with_a_name_that_is_not_utf8_is_found(conf: Path) -> None:
     folder = os.fsdecode(b"f\374r")
     conf.with_name(folder).mkdir()
     conf.with_name("plugstack.conf").rename(conf.with_name(folder) / "p.conf")
@@ -73,7 +73,9 @@ def test_plugstack_in_a_folder_whose_name_is_no_utf8_is_found(conf: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["slurm.conf", "included.conf", "plugstack.conf", "part.conf"])
-def test_file_that_cannot_be_read_leaves_it_unknown_and_is_named(conf: Path, name: str) -> None:
+def test_unreadable_slurm_file_makes_the_companion_unknown_and_is_named(
+    conf: Path, name: str
+) -> None:
     conf.write_text("Include included.conf\n")
     conf.with_name("included.conf").write_text("ClusterName=c\n")
     conf.with_name("plugstack.conf").write_text("include part.conf\n")
@@ -87,7 +89,7 @@ def test_file_that_cannot_be_read_leaves_it_unknown_and_is_named(conf: Path, nam
     assert find_importer(SlurmConf(str(conf))) == ""
 
 
-def test_includes_that_never_end_leave_it_unknown(conf: Path) -> None:
+def test_endless_plugstack_includes_make_the_companion_unknown(conf: Path) -> None:
     stack = conf.with_name("plugstack.conf")
     stack.write_text("include plugstack.conf\n")
     assert state(conf) == CompanionState(
@@ -98,7 +100,7 @@ def test_includes_that_never_end_leave_it_unknown(conf: Path) -> None:
 
 
 @pytest.mark.parametrize("included", [10, 1000])
-def test_companion_counts_however_many_files_slurm_conf_includes(conf: Path, included: int) -> None:
+def test_companion_is_found_if_slurm_conf_includes_1000_files(conf: Path, included: int) -> None:
     """A site has a file for each of its partitions."""
     for number in range(included):
         conf.with_name(f"p{number}.conf").write_text(f"PartitionName=p{number}\n")
@@ -108,7 +110,7 @@ def test_companion_counts_however_many_files_slurm_conf_includes(conf: Path, inc
     assert timeouts.read_limits(SlurmConf(str(conf))).drains == 45
 
 
-def test_more_files_than_are_read_leave_all_unknown(conf: Path) -> None:
+def test_slurm_conf_with_too_many_includes_makes_companion_and_timeouts_unknown(conf: Path) -> None:
     """Not `absent`: a Prolog would redirect for the whole node what the companion shows."""
     part = conf.with_name("p.conf")
     part.touch()
@@ -118,13 +120,13 @@ def test_more_files_than_are_read_leave_all_unknown(conf: Path) -> None:
     assert timeouts.read_limits(SlurmConf(str(conf))) == timeouts.UNKNOWN
 
 
-def test_slurm_conf_that_is_nowhere_leaves_it_unknown(conf: Path) -> None:
+def test_missing_slurm_conf_makes_the_companion_unknown(conf: Path) -> None:
     conf.unlink()
     assert state(conf).state == "unknown"
     assert state(conf).why == f"{conf} cannot be read: No such file or directory"
 
 
-def test_plugstack_that_is_not_there_has_no_companion(conf: Path) -> None:
+def test_missing_plugstack_makes_the_companion_absent(conf: Path) -> None:
     conf.with_name("plugstack.conf").unlink()
     assert state(conf) == CompanionState("absent")
 
@@ -132,7 +134,7 @@ def test_plugstack_that_is_not_there_has_no_companion(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("companion", "redirect"), [("loaded", "spank"), ("absent", "bind"), ("unknown", "none")]
 )
-def test_automatic_redirect_binds_only_where_no_companion_is_known_of(
+def test_redirect_auto_is_spank_bind_or_none_by_the_companions_state(
     companion: CompanionPresence, redirect: str
 ) -> None:
     assert resolve_auto_redirect(Config(), companion).redirect == redirect

@@ -5,7 +5,7 @@ from __future__ import annotations
 from forestage.slurm.enroot import LONGEST, UNKNOWN, JobVariables
 
 
-def test_text_that_its_variables_make_longer_than_any_path_is_not_made() -> None:
+def test_enroot_variable_expansion_longer_than_a_path_is_unknown() -> None:
     given = JobVariables({"A": "a" * LONGEST, "B": "b"}, all_known=True)
     assert given.expanded("/${A}") == f"/{'a' * LONGEST}"
     assert given.expanded("/${A}${B}") == UNKNOWN

@@ -62,7 +62,7 @@ def test_hints_are_read_out_of_free_text(comment: str, expected: JobHints) -> No
         ("stage-=1", "unknown hint stage-="),
     ],
 )
-def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str) -> None:
+def test_wrong_hint_is_a_problem_and_the_other_hints_hold(comment: str, problem: str) -> None:
     hints = parse_hints(f"{comment} stage=/a")
     assert hints.paths == ("/a",)
     assert hints.wait is None
@@ -80,25 +80,27 @@ def test_wrong_hint_is_a_problem_and_spoils_no_other(comment: str, problem: str)
         ("stage=prod stage-tell=yes", "stage=prod names no path: a path begins with /"),
     ],
 )
-def test_hint_that_cannot_be_used_is_said_once(comment: str, problem: str) -> None:
+def test_unusable_hint_is_one_problem(comment: str, problem: str) -> None:
     (found,) = parse_hints(f"ticket 4711 {comment} /c").problems
     assert problem in found
 
 
 @pytest.mark.parametrize(("comment", "tell"), [("stage-tell=yes", True), ("stage-tell=no", False)])
-def test_user_may_want_to_hear_what_happened(comment: str, tell: bool) -> None:
+def test_hint_stage_tell_yes_or_no_is_parsed(comment: str, tell: bool) -> None:
     found = parse_hints(comment)
     assert (found.tell, found.for_steps, found.problems) == (tell, tell, ())
 
 
 @pytest.mark.parametrize("value", ["", "maybe", "YES", "1"])
-def test_wish_to_hear_it_is_yes_or_no(value: str) -> None:
+def test_hint_stage_tell_with_another_value_is_a_problem(value: str) -> None:
     found = parse_hints(f"stage-tell={value}")
     assert not found.tell
     assert found.problems[0].startswith("stage-tell: expected yes or no")
 
 
-def test_raw_word_is_left_to_its_feature_and_told_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_hint_word_of_a_feature_is_kept_unparsed_for_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reader, "RAW", ("stage-x",))
     monkeypatch.setattr(reader, "KNOWN_WORDS", (*reader.KNOWN_WORDS, "stage-x"))
     found = parse_hints("stage-x=/a,b=1 stage-x= stage-x=\udcff stage-wait=1m")
@@ -109,7 +111,7 @@ def test_raw_word_is_left_to_its_feature_and_told_to_steps(monkeypatch: pytest.M
     assert (len(many.words), len(many.problems)) == (MAX_HINTED, 1)
 
 
-def test_too_many_images_are_cut_and_reported() -> None:
+def test_too_many_hinted_images_are_cut_and_reported() -> None:
     hints = parse_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
     assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
     assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
@@ -124,7 +126,7 @@ def test_too_many_images_are_cut_and_reported() -> None:
         ("stage-\x1b[2J=1", 1),
     ],
 )
-def test_problems_are_few_short_and_printable(comment: str, number: int) -> None:
+def test_problems_of_hints_are_few_short_and_printable(comment: str, number: int) -> None:
     problems = parse_hints(comment).problems
     assert len(problems) == number
     for problem in problems:
@@ -133,7 +135,7 @@ def test_problems_are_few_short_and_printable(comment: str, number: int) -> None
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
+def test_any_path_can_be_hinted_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
     expected = list(dict.fromkeys(paths))
     hints = parse_hints(f"stage={encoded}")
@@ -158,7 +160,7 @@ def test_any_path_can_be_written_percent_encoded(paths: list[str]) -> None:
         ("/d/%7Bnode%7D/", "/d/{node}/", ""),
     ],
 )
-def test_data_has_a_path_and_a_place(value: str, path: str, at: str) -> None:
+def test_hinted_data_has_a_path_and_a_target(value: str, path: str, at: str) -> None:
     hints = parse_hints(f"stage={value}")
     assert hints.data == (Request(path, "hint", at),)
     assert (hints.paths, hints.problems) == ((), ())
@@ -167,7 +169,7 @@ def test_data_has_a_path_and_a_place(value: str, path: str, at: str) -> None:
 @pytest.mark.parametrize(
     "value", ["/home/u@dom/x.sqsh", "/a@jobs", "/a@seed:", "/a@seed", "/x%40job"]
 )
-def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
+def test_at_sign_without_a_target_belongs_to_the_images_path(value: str) -> None:
     assert parse_hints(f"stage={value}").paths == (value.replace("%40", "@"),)
 
 
@@ -180,7 +182,7 @@ def test_other_ats_belong_to_the_path_of_an_image(value: str) -> None:
         ("/d/{node:01}.sqsh", "/d/7.sqsh"),
     ],
 )
-def test_slice_is_replaced(value: str, path: str) -> None:
+def test_node_placeholder_in_a_hinted_path_is_replaced(value: str, path: str) -> None:
     (found,) = parse_hints(f"stage={value}", NodeIndex(7, 16)).wanted
     assert found.path == path
 
@@ -189,7 +191,7 @@ def test_slice_is_replaced(value: str, path: str) -> None:
     "path",
     ["{node:0300000000d}", "{node:5}", "{node:010}", "{}", "{0}", "{node.x}", "{node"],
 )
-def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> None:
+def test_unknown_placeholder_in_a_hint_is_a_problem_and_takes_no_memory(path: str) -> None:
     hints = parse_hints(f"stage=/d/{path},/a", NodeIndex(7, 16))
     assert hints.paths == ("/a",)
     (problem,) = hints.problems
@@ -197,13 +199,13 @@ def test_anything_else_in_braces_is_a_problem_and_takes_no_memory(path: str) -> 
     assert len(problem) < 200
 
 
-def test_slice_without_a_known_node_is_a_problem() -> None:
+def test_node_placeholder_without_a_known_node_index_is_a_problem() -> None:
     hints = parse_hints("stage=/d/{node}/,/a")
     assert (hints.paths, hints.data) == (("/a",), ())
     assert "is not known here" in hints.problems[0]
 
 
-def test_images_and_data_are_counted_apart() -> None:
+def test_limit_of_hints_counts_images_and_data_separately() -> None:
     value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED + 1))
     hints = parse_hints(f"stage={value}")
     assert (len(hints.paths), len(hints.data)) == (MAX_HINTED, MAX_HINTED)
@@ -215,7 +217,7 @@ def test_images_and_data_are_counted_apart() -> None:
 PER_NODE = Request("/d/02/", "hint")
 
 
-def test_options_are_read_without_escapes() -> None:
+def test_stage_options_are_read_without_percent_decoding() -> None:
     text = "stage=/a b,c%20d\nstage=/d/{node:02}/\nstage=/e.sqsh@/opt/e%\nstage-wait=5m\n"
     found = parse_hints("", NodeIndex(2, 4), text)
     assert found.paths == ("/a b,c%20d",)
@@ -224,12 +226,12 @@ def test_options_are_read_without_escapes() -> None:
     assert found.options == ("stage", "stage-wait")
 
 
-def test_last_of_options_that_say_one_thing_counts() -> None:
+def test_last_value_of_a_repeated_option_counts() -> None:
     found = parse_hints("", option="stage-wait=5m\nstage-tell=yes\nstage-wait=1m\nstage-tell=no\n")
     assert (found.wait, found.tell, found.problems) == (60.0, False, ())
 
 
-def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> None:
+def test_option_overrides_the_comment_for_its_word_only() -> None:
     comment = "stage=/c,/d stage=off stage-list=/l stage-wait=9m stage-tell=yes stage=bad~"
     found = parse_hints(comment, option="stage=/o\nstage-wait=1m\n")
     assert (found.paths, found.off, found.listed) == (("/o",), False, "")
@@ -238,7 +240,7 @@ def test_option_counts_alone_for_its_word_and_the_comment_for_all_others() -> No
     assert found.problems == ()
 
 
-def test_comment_is_read_beside_another_option() -> None:
+def test_comment_is_read_if_the_option_sets_another_word() -> None:
     found = parse_hints("stage=/c stage-wait=1m", option="stage-tell=yes\n")
     assert (found.paths, found.wait, found.tell) == (("/c",), 60.0, True)
     assert (found.options, found.ignored) == (("stage-tell",), ())
@@ -249,7 +251,7 @@ def test_option_switches_off_what_the_comment_names() -> None:
     assert (found.off, found.paths) == (True, ())
 
 
-def test_wrong_option_is_a_problem_and_the_others_are_served() -> None:
+def test_wrong_option_is_a_problem_and_the_other_options_hold() -> None:
     found = parse_hints("", option="stage=/a\nstage=b\n\nx=1\nstage-tell\nstage=/c")
     assert found.paths == ("/a", "/c")
     assert [one.partition(":")[0] for one in found.problems] == [
@@ -259,7 +261,7 @@ def test_wrong_option_is_a_problem_and_the_others_are_served() -> None:
     ]
 
 
-def test_option_of_any_length_is_read_or_refused_as_a_whole() -> None:
+def test_option_text_beyond_the_maximal_length_is_refused_as_a_whole() -> None:
     # By hand somebody may hand over more than the companion does.
     most = "stage=/" + "x" * (MAX_OPTION - 8) + "\n"
     assert len(parse_hints("", option=most).paths[0]) == MAX_OPTION - 7
@@ -270,7 +272,7 @@ def test_option_of_any_length_is_read_or_refused_as_a_whole() -> None:
 
 
 @given(st.text(), st.text())
-def test_any_option_is_read(comment: str, option: str) -> None:
+def test_any_option_text_is_parsed_with_few_printable_problems(comment: str, option: str) -> None:
     found = parse_hints(comment, option=option)
     assert len(found.problems) <= MAX_PROBLEMS
     assert all(problem.isprintable() for problem in found.problems)

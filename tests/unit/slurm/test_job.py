@@ -36,7 +36,7 @@ def test_job_is_read_from_slurmds_variables() -> None:
     assert Job.from_environ(ENVIRON | {IMAGE_OPTION: ""}).requests == ()
 
 
-def test_partition_of_a_step_may_be_any_bytes() -> None:
+def test_partition_name_of_any_bytes_is_made_printable_and_short() -> None:
     """They are its user's, and get into events."""
     environ = ENVIRON | {"SLURM_JOB_PARTITION": "\udcff\x1b[2J" + 5000 * "x"}
     partition = Job.from_environ(environ).partition
@@ -58,7 +58,7 @@ def test_step_is_read_from_the_companions_variables(step: int) -> None:
 @pytest.mark.parametrize(
     "value", [None, "", "-1", "0x1", " 1", "1\n", "²", "١", "../1", "4,5", "1" * 5000]
 )
-def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
+def test_malformed_job_user_or_step_number_is_refused(name: str, value: str | None) -> None:
     """The job id becomes a file name, the uid decides whose rights are used."""
     environ = {k: v for k, v in (ENVIRON | {name: value}).items() if v is not None}
     if (name, value) == ("SLURM_STEP_ID", None):
@@ -77,7 +77,9 @@ def test_number_that_is_none_is_refused(name: str, value: str | None) -> None:
         ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": "n1"}, "n1"),
     ],
 )
-def test_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist: str) -> None:
+def test_job_keeps_its_node_list_as_slurm_wrote_the_list(
+    given: dict[str, str], nodelist: str
+) -> None:
     assert Job.from_environ(ENVIRON | given).nodelist == nodelist
 
 
@@ -91,7 +93,7 @@ def test_jobs_nodes_are_kept_as_slurm_wrote_them(given: dict[str, str], nodelist
         ("n9", "n[1-3]", ()),
     ],
 )
-def test_slice_is_that_of_the_nodes_place_in_the_job(
+def test_node_placeholder_is_the_nodes_index_in_the_job(
     node: str, nodelist: str, paths: tuple[str, ...]
 ) -> None:
     comment = {"SLURM_JOB_COMMENT": "stage=/d/{node}-{nodes}/{node:02}/"}
@@ -115,7 +117,7 @@ STEP = {"SLURM_STEP_ID": "0"}
         ({"FORESTAGE_GROUPS": "31000"}, None),  # a Prolog has none that Slurm gave it
     ],
 )
-def test_groups_of_a_step_are_those_that_slurm_gave_it(
+def test_step_has_the_groups_that_slurm_passed(
     given: dict[str, str], groups: tuple[int, ...] | None
 ) -> None:
     user = Job.from_environ(ENVIRON | given).user
@@ -123,7 +125,9 @@ def test_groups_of_a_step_are_those_that_slurm_gave_it(
 
 
 @pytest.mark.parametrize(("uid", "name"), [("1001", ""), ("65534", "nobody"), ("99", "nobody")])
-def test_user_whom_the_node_does_not_know_is_not_called_nobody(uid: str, name: str) -> None:
+def test_user_without_an_account_on_the_node_has_an_empty_name_instead_of_nobody(
+    uid: str, name: str
+) -> None:
     """So Slurm names each uid without an account on the node."""
     given = ENVIRON | {"SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": uid}
     assert Job.from_environ(given).user.name == name

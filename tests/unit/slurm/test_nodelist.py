@@ -21,7 +21,7 @@ from forestage.slurm.nodelist import MAX_NODES, expand_nodelist
         ("login", ["login"]),
     ],
 )
-def test_slurm_list_expands_to_its_nodes(nodelist: str, names: list[str]) -> None:
+def test_node_list_of_slurm_expands_to_its_nodes(nodelist: str, names: list[str]) -> None:
     assert sorted(expand_nodelist(nodelist)) == names
 
 
@@ -43,16 +43,16 @@ def test_slurm_list_expands_to_its_nodes(nodelist: str, names: list[str]) -> Non
         "n[" + "1," * 70000 + "2]",
     ],
 )
-def test_invalid_or_too_long_list_expands_to_nothing(nodelist: str) -> None:
+def test_invalid_or_too_long_node_list_expands_to_nothing(nodelist: str) -> None:
     assert expand_nodelist(nodelist) == ()
 
 
 @given(st.text(alphabet="n1[]-,.@:!&^% ", max_size=30))
-def test_arbitrary_text_expands_to_host_names_only(text: str) -> None:
+def test_arbitrary_text_as_a_node_list_expands_to_host_names_only(text: str) -> None:
     for name in expand_nodelist(text):
         assert name.replace(".", "").replace("-", "").isalnum()
 
 
-def test_list_of_max_nodes_is_expanded() -> None:
+def test_node_list_of_max_nodes_is_expanded_and_a_longer_list_is_not() -> None:
     assert len(expand_nodelist(f"n[1-{MAX_NODES}]")) == MAX_NODES
     assert expand_nodelist(f"n[0-{MAX_NODES}]") == ()

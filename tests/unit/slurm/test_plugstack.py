@@ -14,7 +14,7 @@ def plugins(root: Path, path: str) -> list[PluginLine]:
     return list(read_plugins(path, lambda one: RootedTree(root).at(one).read_text(), root))
 
 
-def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> None:
+def test_plugstack_lines_are_yielded_in_slurms_load_order(tmp_path: Path) -> None:
     root = tmp_path / "[root]"
     parts = root / "etc/conf.d"
     parts.mkdir(parents=True)
@@ -44,7 +44,7 @@ def test_lines_come_in_the_order_in_which_slurm_loads_them(tmp_path: Path) -> No
     assert lines[3].arguments == ("\\",)
 
 
-def test_plugin_of_an_included_file_names_the_line_that_includes_it(tmp_path: Path) -> None:
+def test_plugin_line_of_an_included_file_refers_to_the_include_line(tmp_path: Path) -> None:
     (tmp_path / "p.conf").write_text("include /x-1*.conf\ninclude x-2*.conf\nrequired own.so\n")
     (tmp_path / "x-2.conf").write_text("optional x.so\n")
     found = list(
@@ -59,11 +59,11 @@ def test_plugin_of_an_included_file_names_the_line_that_includes_it(tmp_path: Pa
     assert (plugin.by, own.by) == (second, None)
 
 
-def test_file_that_includes_itself_ends(tmp_path: Path) -> None:
+def test_plugstack_that_includes_itself_raises(tmp_path: Path) -> None:
     (tmp_path / "p.conf").write_text("required a.so\ninclude p.conf\n")
     with pytest.raises(ValueError, match="never end"):
         plugins(tmp_path, "/p.conf")
 
 
-def test_stack_that_is_not_there_is_empty(tmp_path: Path) -> None:
+def test_missing_plugstack_has_no_plugins(tmp_path: Path) -> None:
     assert plugins(tmp_path, "/p.conf") == []

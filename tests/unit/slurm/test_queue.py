@@ -22,13 +22,13 @@ NOT_OVER = (
 
 @pytest.mark.parametrize("state", NOT_OVER)
 @pytest.mark.parametrize("nodes", ["", "n1", "n[1-3]", "n[3,1]"])
-def test_job_that_may_still_be_here_is_not_over(state: str, nodes: str) -> None:
+def test_job_in_a_running_state_on_this_node_is_not_over(state: str, nodes: str) -> None:
     assert find_end_reason(JobState(state, nodes), "n1") == ""
 
 
 @pytest.mark.parametrize("state", sorted(OVER))
 @pytest.mark.parametrize("node", ["n1", ""])
-def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
+def test_job_in_an_end_state_is_over_on_any_node(state: str, node: str) -> None:
     assert state in find_end_reason(JobState(state, "n1"), node)
 
 
@@ -42,7 +42,7 @@ def test_ended_job_is_over_wherever_it_ran(state: str, node: str) -> None:
         ("(null)", "n1", False),
     ],
 )
-def test_job_on_other_nodes_is_over_here(nodes: str, node: str, over: bool) -> None:
+def test_running_job_on_other_nodes_is_over_on_this_node(nodes: str, node: str, over: bool) -> None:
     assert bool(find_end_reason(JobState("RUNNING", nodes), node)) == over
     assert find_end_reason(None, node), "Slurm has forgotten it"
 
@@ -57,7 +57,9 @@ def test_job_on_other_nodes_is_over_here(nodes: str, node: str, over: bool) -> N
         ("8|RUNNING|n1\n9|RUNNING|n2\n", None),  # of which this one has been forgotten
     ],
 )
-def test_line_of_the_job_itself_counts(listing: str, expected: JobState | None) -> None:
+def test_squeue_line_of_the_job_itself_is_parsed_among_other_jobs(
+    listing: str, expected: JobState | None
+) -> None:
     assert parse_job_state(listing, 7) == expected
 
 
@@ -70,12 +72,12 @@ def test_line_of_the_job_itself_counts(listing: str, expected: JobState | None) 
         "7|RUNNING|n1\n7|PENDING|\n",
     ],
 )
-def test_listing_that_cannot_be_understood_is_no_answer(listing: str) -> None:
+def test_squeue_output_that_cannot_be_parsed_raises(listing: str) -> None:
     with pytest.raises(SlurmError):
         parse_job_state(listing, 7)
 
 
-def test_missing_commands_are_no_answer_but_a_hint(tmp_path: Path) -> None:
+def test_missing_squeue_raises_with_a_hint_on_path(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="squeue is not installed") as caught:
         SlurmClient(str(tmp_path)).job(7)
     assert "PATH" in caught.value.hint
@@ -89,7 +91,7 @@ def process(proc: Path, pid: str, title: bytes, uids: str = "0\t0\t0\t0") -> Non
     (proc / pid / "cmdline").write_bytes(title)
 
 
-def test_step_manager_shows_that_its_job_is_at_work(tmp_path: Path) -> None:
+def test_jobs_with_a_running_slurmstepd_are_at_work(tmp_path: Path) -> None:
     titles = {
         "11": b"slurmstepd: [7.batch]\0\0\0",
         "12": b"slurmstepd: [8.0]\0",
@@ -106,7 +108,7 @@ def test_step_manager_shows_that_its_job_is_at_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uids", ["1000\t1000\t1000\t1000", "1000\t0\t0\t0"], ids=["own", "set-id"])
-def test_title_of_a_users_process_is_not_even_read(tmp_path: Path, uids: str) -> None:
+def test_title_of_a_users_process_is_not_read(tmp_path: Path, uids: str) -> None:
     """Not of a program with a set-id bit either: su waits for a password as long as they like."""
     process(tmp_path, "14", b"slurmstepd: [10.0]\0", uids)
     assert SlurmClient("", "", tmp_path).at_work() == frozenset()

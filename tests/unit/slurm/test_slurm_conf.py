@@ -63,19 +63,21 @@ def said(text: str, **others: str) -> dict[str, str]:
         ("nodename = n1 \\\n A=2\n", {}),
     ],
 )
-def test_line_is_the_setting_that_slurm_takes_it_for(text: str, expected: dict[str, str]) -> None:
+def test_slurm_conf_line_is_parsed_as_slurm_parses_the_line(
+    text: str, expected: dict[str, str]
+) -> None:
     assert said(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["A=1 B=2", "A=1 b", 'A="b c" D=1', 'A="b" "c"', 'A=b "', 'A="b c']
 )
-def test_line_that_slurm_refuses_is_refused(text: str) -> None:
+def test_slurm_conf_line_with_two_settings_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"slurm\.conf:2 says more"):
         read(f"C=1\n{text}\n")
 
 
-def test_includes_are_followed_from_where_they_stand() -> None:
+def test_slurm_conf_includes_are_read_at_their_position() -> None:
     text = "A=1\ninclude  more.conf  # x\nInclude /etc/opt/b.conf\nInclude\\\n last\nB=2\n"
     others = {"slurm__more_conf": "A=3\nB=1\nC=1\n", "opt__b_conf": "C=2\nD=1\n"}
     assert said(text, **others, slurm__last="E=1") == {
@@ -83,7 +85,9 @@ def test_includes_are_followed_from_where_they_stand() -> None:
     }  # fmt: skip
 
 
-def test_relative_include_is_found_as_each_release_finds_it() -> None:
+def test_relative_include_is_searched_beside_slurm_conf_and_then_beside_the_including_file() -> (
+    None
+):
     """Beside slurm.conf; until 22.05 beside the file that says it."""
     text, sub = "Include sub/a.conf\n", {"slurm__sub__a_conf": "Include b.conf\n"}
     assert said(text, **sub, slurm__sub__b_conf="A=22") == {"a": "22"}
@@ -91,7 +95,7 @@ def test_relative_include_is_found_as_each_release_finds_it() -> None:
     assert said(text, **sub, slurm__b_conf="A=24", slurm__sub__b_conf="A=22") == {"a": "24"}
 
 
-def test_each_file_is_read_once() -> None:
+def test_each_file_of_slurm_conf_is_read_once() -> None:
     files = {
         CONF: "Include sub/a.conf\nInclude b.conf\n",
         "/etc/slurm/sub/a.conf": "Include b.conf",
@@ -107,11 +111,11 @@ def test_each_file_is_read_once() -> None:
     assert asked == [*files, "/etc/slurm/b.conf"], "once for each Include that names it"
 
 
-def test_include_may_hold_the_clusters_name() -> None:
+def test_include_of_slurm_conf_may_contain_the_clusters_name() -> None:
     assert said("ClusterName=Big\nInclude %c.conf\n", slurm__big_conf="A=1")["a"] == "1"
 
 
-def test_as_many_includes_as_a_site_has_are_read() -> None:
+def test_setting_after_4000_includes_of_slurm_conf_is_read() -> None:
     """A timeout that stands behind them is not overlooked."""
     others = {f"slurm__{n}": f"PartitionName=p{n}\n" for n in range(MAX_FILES - 1)}
     text = "".join(f"Include {n}\n" for n in range(MAX_FILES - 1))
@@ -121,7 +125,7 @@ def test_as_many_includes_as_a_site_has_are_read() -> None:
         said(f"{text}Include 0\nPrologEpilogTimeout=60\n", **others)
 
 
-def test_includes_that_never_end_are_found_by_their_depth() -> None:
+def test_endless_includes_of_slurm_conf_raise_at_the_maximal_depth() -> None:
     """Two in a file: without a limit of the depth, all the files of the other limit are read."""
     asked: list[str] = []
 
@@ -137,7 +141,7 @@ def test_includes_that_never_end_are_found_by_their_depth() -> None:
     assert said("Include 1\n", **files, **last) == {"a": "1"}
 
 
-def test_each_setting_names_its_lines() -> None:
+def test_each_setting_of_slurm_conf_knows_its_file_and_lines() -> None:
     found = read("# x\nA=\\\n\\\n1 # y\nInclude b\nB=2", slurm__b="\nE=1\\")
     places = [(one.name, one.line.where, one.line.last) for one in found]
     assert places == [
@@ -148,7 +152,7 @@ def test_each_setting_names_its_lines() -> None:
 
 
 @given(st.text('a=#\\" \r\n\t'))
-def test_line_is_never_taken_for_a_part_of_another(text: str) -> None:
+def test_joined_slurm_conf_lines_have_disjoint_line_numbers(text: str) -> None:
     """`forestage disable` names lines by their numbers."""
     last = 0
     for line in join_lines(CONF, text):
@@ -167,7 +171,7 @@ def test_nodes_and_partitions_are_read_behind_an_include_with_the_clusters_name(
     assert list(list_partitions("/s.conf", files.__getitem__)) == ["p"]
 
 
-def test_nodes_of_a_cloud_are_left_out() -> None:
+def test_cloud_and_future_nodes_are_left_out_of_the_node_names() -> None:
     text = (
         "NodeName=DEFAULT State=CLOUD\nNodeName=c[1-9]\nnodename=A Cpus=1 State=UNKNOWN\n"
         "NodeName=DEFAULT State=UNKNOWN\nNodeName=n1 NodeAddr=10.0.0.1\nNodeName=x State=FUTURE\n"

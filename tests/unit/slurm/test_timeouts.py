@@ -68,7 +68,7 @@ def conf(text: str) -> dict[str, str]:
         ("AuthInfo=cred_expire=8", HookTimeLimits(None, 5.0)),
     ],
 )
-def test_limits_are_what_slurm_conf_allows(text: str, expected: HookTimeLimits) -> None:
+def test_time_limits_of_hooks_come_from_slurm_conf(text: str, expected: HookTimeLimits) -> None:
     assert compute_limits(conf(text)) == expected
 
 
@@ -82,7 +82,7 @@ def test_limits_are_what_slurm_conf_allows(text: str, expected: HookTimeLimits) 
         (UNKNOWN, 600, SAFE),
     ],
 )
-def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
+def test_prolog_budget_is_limited_by_slurm_whatever_the_configured_deadline(
     limit: HookTimeLimits, wish: float | None, expected: float
 ) -> None:
     assert prolog_budget(limit, wish) == expected
@@ -97,7 +97,9 @@ def test_prolog_takes_no_longer_than_slurm_allows_whoever_wishes_that(
         ("", UNKNOWN),
     ],
 )
-def test_files_settings_count(tmp_path: Path, text: str, expected: HookTimeLimits) -> None:
+def test_time_limits_are_read_from_slurm_conf_and_its_includes(
+    tmp_path: Path, text: str, expected: HookTimeLimits
+) -> None:
     (tmp_path / "slurm.conf").write_text(text)
     (tmp_path / "more.conf").write_text("PrologEpilogTimeout=40\n")
     assert read_limits(SlurmConf(str(tmp_path / "slurm.conf"))) == expected
@@ -116,7 +118,7 @@ def test_files_settings_count(tmp_path: Path, text: str, expected: HookTimeLimit
         "MessageTimeout=60 PrologEpilogTimeout=60\n",
     ],
 )
-def test_slurm_conf_that_cannot_be_read_to_its_end_has_no_known_limits(
+def test_slurm_conf_that_cannot_be_read_completely_gives_unknown_time_limits(
     tmp_path: Path, text: str
 ) -> None:
     """Half a configuration could lack the very line that drains."""
@@ -141,7 +143,7 @@ def test_slurm_conf_that_cannot_be_read_to_its_end_has_no_known_limits(
         (600.0, "\u0665", 600.0),
     ],
 )
-def test_step_answers_before_the_companion_kills_it(
+def test_step_budget_ends_before_the_companions_timeout(
     configured: float, timeout: str, seconds: float
 ) -> None:
     assert step_budget(configured, timeout) == seconds
