@@ -77,7 +77,7 @@ def test_rotated_log_loses_and_repeats_no_event(
     assert places.events.with_name("events.jsonl.1").exists()
 
 
-def test_events_rotated_away_unread_are_all_that_is_lost(
+def test_metrics_lose_only_events_that_were_rotated_away_twice_before_they_were_read(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append_events(places.events, [hit(1)])
@@ -90,7 +90,7 @@ def test_events_rotated_away_unread_are_all_that_is_lost(
     assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
 
 
-def test_rotation_while_reading_hides_no_event(places: NodePaths) -> None:
+def test_log_rotation_during_a_read_of_new_events_skips_no_event(places: NodePaths) -> None:
     older = places.events.with_name("events.jsonl.1")
     append_events(older, [hit(1)])
     append_events(places.events, [hit(2)])
@@ -105,7 +105,7 @@ def test_rotation_while_reading_hides_no_event(places: NodePaths) -> None:
     assert list(events.read_new_events(places.events, seen)) == []
 
 
-def test_new_log_with_old_inode_and_length_is_read(places: NodePaths) -> None:
+def test_new_event_log_with_the_old_logs_inode_and_length_is_counted(places: NodePaths) -> None:
     append_events(places.events, [hit(job) for job in range(10, 20)])
     assert hits(count(places)) == 10
     size, inode = places.events.stat().st_size, places.events.stat().st_ino
@@ -116,7 +116,7 @@ def test_new_log_with_old_inode_and_length_is_read(places: NodePaths) -> None:
     assert hits(count(places)) == 20
 
 
-def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
+def test_metrics_go_on_after_a_log_is_truncated_and_skip_damaged_lines(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "MAX_LINE_BYTES", 1000)
@@ -131,7 +131,7 @@ def test_truncated_log_is_read_on_and_damaged_lines_are_skipped(
     assert [hits(count(places)) for _ in range(2)] == [3, 3]
 
 
-def test_unfinished_line_is_counted_once_it_is_whole(places: NodePaths) -> None:
+def test_unfinished_event_line_is_counted_after_it_is_completed(places: NodePaths) -> None:
     append_events(places.events, [hit(1), hit(2)])
     whole = places.events.read_bytes()
     places.events.write_bytes(whole[:-5])
@@ -141,7 +141,7 @@ def test_unfinished_line_is_counted_once_it_is_whole(places: NodePaths) -> None:
     assert hits(count(places)) == 2
 
 
-def test_run_that_cannot_write_counts_nothing(
+def test_metrics_run_that_cannot_write_its_tally_counts_no_event(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append_events(places.events, [hit(1)])
@@ -156,7 +156,7 @@ def test_run_that_cannot_write_counts_nothing(
     assert hits(count(places)) == 1
 
 
-def test_parallel_runs_and_hooks_count_each_event_once(
+def test_parallel_metrics_runs_count_each_event_of_hooks_once(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Some 205 events: rotated once. What a hook writes to a log that was rotated twice since it
@@ -175,7 +175,7 @@ def test_parallel_runs_and_hooks_count_each_event_once(
     assert hits(count(places)) == 400
 
 
-def test_parallel_runs_exclude_each_other_until_the_file_is_written(
+def test_parallel_metrics_runs_are_locked_out_until_the_textfile_is_written(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of a run, up to the file that is read, is closed to others."""
@@ -197,7 +197,7 @@ def test_parallel_runs_exclude_each_other_until_the_file_is_written(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"tally": 3}', b"\xff" * 100])
-def test_damaged_tally_restarts_from_the_logs(
+def test_damaged_metrics_tally_is_rebuilt_from_the_event_logs(
     places: NodePaths, damage: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     append_events(places.events, [hit(1), hit(2)])
@@ -220,7 +220,7 @@ def samples(text: str | bytes) -> dict[str, float]:
     }
 
 
-def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
+def test_metric_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     odd = 'x"y\n{z}'
     tally = EventTally()
     bare = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
@@ -233,7 +233,7 @@ def test_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     assert found["forestage_declined_total reason=other"] == 50
 
 
-def test_empty_tally_exports_every_series() -> None:
+def test_metrics_of_an_empty_tally_export_every_series_as_zero() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
     found = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
     errors = {name for name in found if name.startswith("forestage_errors_total")}
@@ -245,7 +245,7 @@ def test_empty_tally_exports_every_series() -> None:
     assert len(found) < 300
 
 
-def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reason() -> None:
+def test_each_failure_reason_raised_in_the_source_has_an_errors_total_series() -> None:
     tally = EventTally()
     tally.add(hit(1, result="failed", reason="source-error"))
     found = samples(metrics.text(MetricsExportFacts(tally, "1", off=False)))
@@ -258,7 +258,7 @@ def test_reason_that_is_counted_has_its_series_and_each_failure_is_a_known_reaso
     assert {*raised, "busy", "redirect"} - {"bad-path"} == collect_failures()
 
 
-def test_every_count_has_its_series() -> None:
+def test_each_outcome_is_exported_in_its_metrics_series() -> None:
     tally = EventTally()
     for job, outcome in enumerate(
         (
@@ -304,7 +304,7 @@ def test_every_count_has_its_series() -> None:
     assert {name: found[f"forestage_{name}"] for name in expected} == expected
 
 
-def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
+def test_metric_family_of_a_feature_is_written_after_the_family_named_in_after() -> None:
     waits = Histogram.of((1.0, 2.0))
     waits.add(1.5)
     families = (
@@ -325,7 +325,7 @@ def test_family_of_a_feature_comes_after_the_one_that_it_names() -> None:
     assert names[-1] == "landed", "without a status there are no leases"
 
 
-def test_counts_of_features_are_kept_with_the_tally_and_metrics_go_without_any(
+def test_metrics_tally_stores_the_counts_of_features_and_works_without_features(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "FEATURES", ())
@@ -350,7 +350,9 @@ def written(site: Site) -> dict[str, float]:
     return samples((site.places.root / TEXTFILE).read_text())
 
 
-def test_textfile_is_world_readable_and_alone(site: Site) -> None:
+def test_metrics_textfile_is_world_readable_under_any_umask_and_leaves_no_temporary_file(
+    site: Site,
+) -> None:
     was = os.umask(0o077)
     try:
         assert site.run("metrics").exit_code == ExitStatus.OK
@@ -361,7 +363,7 @@ def test_textfile_is_world_readable_and_alone(site: Site) -> None:
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_node_state_is_exported(site: Site) -> None:
+def test_metrics_export_entries_leases_and_disk_space_of_the_node(site: Site) -> None:
     for name in ("a.sqsh", "b.sqsh"):
         site.publish(site.image(name))
     site.lease(7)
@@ -377,7 +379,7 @@ def test_node_state_is_exported(site: Site) -> None:
     assert [name for name in found if name.startswith("forestage_info ")]
 
 
-def test_bytes_and_entries_are_exported_by_their_kind() -> None:
+def test_metrics_export_bytes_and_entries_for_images_and_data() -> None:
     counts, free = status.EntryCounts(total=3, data=1), status.DiskSpace("/nvme", 1000, 500)
     room = CacheSpace(500, 70, 900, 50, 720, 450)
     node = NodeStatus("/cache", "", (), (), (), disk=free, room=room, entries=counts, data=30)
@@ -387,7 +389,7 @@ def test_bytes_and_entries_are_exported_by_their_kind() -> None:
         assert found[f"forestage_kind_bytes kind={kind}"] == size
 
 
-def test_time_of_the_last_sweep_is_that_of_its_mark(places: NodePaths) -> None:
+def test_metrics_read_the_last_sweeps_time_from_its_mark_file(places: NodePaths) -> None:
     assert metrics.last_sweep(places) == 0.0
     mark = places.called("sweep")
     mark.parent.mkdir(parents=True)
@@ -401,7 +403,7 @@ def info(site: Site) -> str:
     return found
 
 
-def test_redirect_is_what_auto_means_on_the_node(
+def test_metrics_info_names_the_redirect_that_auto_selects_on_the_node(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -422,7 +424,7 @@ def test_redirect_is_what_auto_means_on_the_node(
     assert "redirect=none" in info(site)
 
 
-def test_disk_that_lost_data_is_exported_even_where_the_cache_cannot_be_used(site: Site) -> None:
+def test_metrics_export_a_suspect_disk_even_if_the_cache_is_unusable(site: Site) -> None:
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 0
     assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
@@ -440,7 +442,7 @@ def state(site: Site) -> list[str]:
     return [name.partition("state=")[2] for name, value in names.items() if value]
 
 
-def test_state_is_one_series_each_and_a_copy_that_failed_makes_the_cache_unusable(
+def test_metrics_state_after_a_failed_copy_is_failing_and_the_cache_unusable(
     site: Site,
 ) -> None:
     site.node.cache.prepare(False)
@@ -480,7 +482,7 @@ def open_cache(site: Site) -> None:
         (open_cache, ExitStatus.OK, {"config_valid": 1, "cache_usable": 0}),
     ],
 )
-def test_node_in_trouble_is_exported_and_its_counters_go_on(
+def test_metrics_of_a_switched_off_or_broken_node_keep_counting_events(
     site: Site, trouble: Callable[[Site], None], code: ExitStatus, gauges: dict[str, float]
 ) -> None:
     site.run("metrics")
@@ -492,7 +494,9 @@ def test_node_in_trouble_is_exported_and_its_counters_go_on(
     assert found["forestage_requests_total hook=prolog result=hit"] == 1
 
 
-def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_written_despite_disk_errors_with_cache_usable_0(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.publish(site.image("a.sqsh"))
 
     def broken(_: Cache) -> list[object]:
@@ -503,7 +507,7 @@ def test_disk_errors_leave_counters(site: Site, monkeypatch: pytest.MonkeyPatch)
     assert written(site)["forestage_cache_usable"] == 0
 
 
-def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> None:
+def test_metrics_fail_without_the_textfile_directory_unless_textfile_is_null(site: Site) -> None:
     shutil.rmtree((site.places.root / TEXTFILE).parent)
     done = site.run("metrics")
     assert done.exit_code == ExitStatus.FAILED
@@ -516,7 +520,7 @@ def test_missing_textfile_directory_is_an_error_unless_disabled(site: Site) -> N
     assert samples(done.stdout)["forestage_config_valid"] == 1
 
 
-def test_textfile_may_lie_elsewhere_if_named_prom(site: Site) -> None:
+def test_metrics_textfile_may_be_any_path_that_ends_in_prom(site: Site) -> None:
     site.configure("metrics: {textfile: /other/x.prom}\n")
     (site.places.root / "other").mkdir()
     site.run("metrics")
@@ -540,7 +544,7 @@ BY = pytest.mark.parametrize("by", [by_metrics, by_sweep])
 @BY
 @pytest.mark.parametrize("path", ["null", "/other/y.prom"])
 @pytest.mark.parametrize("before", [f"/{TEXTFILE}", "/other/x.prom"])
-def test_file_of_before_is_deleted_once_textfile_is_another(
+def test_previous_metrics_textfile_is_deleted_after_the_key_changes(
     site: Site, by: Callable[[Site], None], path: str, before: str
 ) -> None:
     """Its values would be exported for ever; in the same folder node exporter refuses both."""
@@ -560,7 +564,7 @@ def test_file_of_before_is_deleted_once_textfile_is_another(
 
 
 @BY
-def test_file_of_an_earlier_release_is_deleted_and_none_that_is_not_ours(
+def test_unrecorded_metrics_textfile_is_deleted_only_if_forestage_wrote_the_file(
     site: Site, by: Callable[[Site], None]
 ) -> None:
     """That release kept no record of it."""
@@ -576,7 +580,7 @@ def test_file_of_an_earlier_release_is_deleted_and_none_that_is_not_ours(
     assert old.exists()
 
 
-def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> None:
+def test_metrics_report_a_broken_configuration_in_the_last_known_textfile(site: Site) -> None:
     (site.places.root / "other").mkdir()
     own = site.places.root / "other/x.prom"
     site.configure("metrics: {textfile: /other/x.prom}\n")
@@ -587,7 +591,7 @@ def test_broken_configuration_is_told_in_the_file_that_is_read(site: Site) -> No
     assert not (site.places.root / TEXTFILE).exists()
 
 
-def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
+def test_metrics_exit_0_if_the_textfiles_record_cannot_be_written(site: Site) -> None:
     (site.places.root / "other").mkdir()
     textfile.locate_record(site.places).parent.parent.mkdir(parents=True, exist_ok=True)
     textfile.locate_record(site.places).parent.touch()  # where the directory would be
@@ -596,7 +600,7 @@ def test_record_that_cannot_be_kept_is_no_error(site: Site) -> None:
     assert (site.places.root / "other/x.prom").exists()
 
 
-def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
+def test_metrics_run_by_a_user_exits_with_permission(site: Site) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
     site.run("metrics")
@@ -611,7 +615,7 @@ def test_user_without_rights_gets_exit_status_permission(site: Site) -> None:
 # --- with Prometheus' own tools; tests/slurm has the servers
 
 
-def test_promtool_accepts_the_text(site: Site, promtool: str) -> None:
+def test_promtool_accepts_the_metrics_text(site: Site, promtool: str) -> None:
     site.publish(site.image("a.sqsh"))
     text = site.run("metrics", "--print").stdout
     done = subprocess.run(
@@ -621,7 +625,7 @@ def test_promtool_accepts_the_text(site: Site, promtool: str) -> None:
 
 
 @pytest.mark.parametrize("file", [RULES, PACKAGING / "grafana/forestage.json"], ids=str)
-def test_rules_and_dashboard_use_existing_metrics(site: Site, file: Path) -> None:
+def test_alert_rules_and_dashboard_name_only_exported_metrics(site: Site, file: Path) -> None:
     site.publish(site.image("a.sqsh"))
     site.lease(7)
     site.run("metrics")

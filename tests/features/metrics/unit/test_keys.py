@@ -21,11 +21,13 @@ from forestage.config import KEYS
         ("/a\nb.prom", "without control characters"),
     ],
 )
-def test_file_that_node_exporter_would_not_read_is_refused(path: str, what: str) -> None:
+def test_metrics_textfile_key_refuses_a_path_that_node_exporter_would_not_read(
+    path: str, what: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         KEYS["metrics.textfile"].read(path)
 
 
-def test_file_with_a_hash_is_shown_as_it_is_read() -> None:
+def test_metrics_textfile_key_quotes_a_path_with_a_hash_when_shown() -> None:
     key = KEYS["metrics.textfile"]
     assert key.show(key.read("/a #b.prom")) == '"/a #b.prom"'

@@ -17,11 +17,11 @@ def names(root: Path, config: Config | None, apart: bool = False) -> list[str]:
     return [one.name for one in tend.each_minute(facts)]
 
 
-def test_metrics_are_a_part_where_they_are_written(tmp_path: Path) -> None:
+def test_tend_writes_metrics_unless_textfile_is_null_or_the_host_is_no_node(tmp_path: Path) -> None:
     assert names(tmp_path, Config()) == ["metrics"]
     assert names(tmp_path, Config(), apart=True) == []
     assert names(tmp_path, Config(metrics=MetricsSection(textfile=None))) == []
 
 
-def test_configuration_that_cannot_be_used_is_told_by_the_metrics(tmp_path: Path) -> None:
+def test_tend_writes_metrics_even_without_a_usable_configuration(tmp_path: Path) -> None:
     assert names(tmp_path, None) == ["metrics"]

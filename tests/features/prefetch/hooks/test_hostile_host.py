@@ -71,14 +71,14 @@ LYING_HOSTS: dict[str, Callable[[socket.socket, Reply], None]] = {
 }
 
 
-def test_list_of_the_prefetch_host_is_taken(fake: MakeFake) -> None:
+def test_list_from_the_prefetch_host_is_received(fake: MakeFake) -> None:
     server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
     assert ask_list(server.port) == expected.ExpectedImageList(1, 1.0, 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("lie", LYING_HOSTS)
-def test_prefetch_host_that_lies_or_hangs_gives_no_list(
+def test_false_or_slow_reply_of_a_prefetch_host_raises_a_peer_error(
     fake: MakeFake, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
     monkeypatch.setattr(expected, "PATIENCE", 1.0)
@@ -88,7 +88,7 @@ def test_prefetch_host_that_lies_or_hangs_gives_no_list(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_stranger_who_poses_as_the_prefetch_host_is_asked_for_nothing(fake: MakeFake) -> None:
+def test_prefetch_host_with_a_wrong_key_is_sent_no_request(fake: MakeFake) -> None:
     server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
     with pytest.raises(PeerError, match="wrong MAC"):
         ask_list(server.port, b"o" * 64)
@@ -96,7 +96,7 @@ def test_stranger_who_poses_as_the_prefetch_host_is_asked_for_nothing(fake: Make
 
 
 @pytest.mark.usefixtures("impatient")
-def test_prefetch_host_that_is_down_or_takes_connections_only_is_given_up(
+def test_unreachable_or_silent_prefetch_host_raises_a_peer_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expected, "PATIENCE", 1.0)

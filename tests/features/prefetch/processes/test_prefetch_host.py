@@ -45,7 +45,7 @@ def slurm(programs: Programs) -> Callable[..., SlurmClient]:
     return make
 
 
-def test_line_that_a_comment_forges_names_nothing(
+def test_forged_squeue_line_in_a_comment_adds_no_row_to_the_prefetch_list(
     places: NodePaths, slurm: Callable[..., SlurmClient]
 ) -> None:
     old = "0" * 32
@@ -56,7 +56,7 @@ def test_line_that_a_comment_forges_names_nothing(
     assert done.others == (("no image", 1),)
 
 
-def test_ten_thousand_jobs_of_one_user_are_one_question_and_leave_others_their_rows(
+def test_prefetch_list_of_10000_jobs_of_one_user_takes_one_squeue_and_keeps_other_users_rows(
     places: NodePaths, slurm: Callable[..., SlurmClient], programs: Programs
 ) -> None:
     crowd = (
@@ -73,7 +73,7 @@ def test_ten_thousand_jobs_of_one_user_are_one_question_and_leave_others_their_r
 
 
 @pytest.mark.parametrize("which", ["squeue", "sinfo"])
-def test_command_of_slurms_that_hangs_is_killed_and_the_list_stays(
+def test_hanging_squeue_or_sinfo_is_killed_and_the_prefetch_list_stays_unchanged(
     places: NodePaths,
     slurm: Callable[..., SlurmClient],
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +102,7 @@ def test_command_of_slurms_that_hangs_is_killed_and_the_list_stays(
     ],
     ids=["fails", "no slurmctld", "without an end", "no sinfo"],
 )
-def test_queue_that_cannot_be_read_leaves_the_list_as_it_is(
+def test_failing_squeue_or_sinfo_leaves_the_prefetch_list_unchanged(
     places: NodePaths,
     slurm: Callable[..., SlurmClient],
     monkeypatch: pytest.MonkeyPatch,

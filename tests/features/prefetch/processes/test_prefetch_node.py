@@ -129,7 +129,7 @@ def states(done: PrefetchNodePass) -> list[str]:
     return [one.state for one in done.decisions]
 
 
-def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here: Passes) -> None:
+def test_prefetch_copies_an_expected_image_once_and_records_since_when(here: Passes) -> None:
     path = here.image("a")
     here.tell(path)
     assert states(here.run()) == ["copying"]
@@ -142,7 +142,7 @@ def test_image_is_copied_once_and_its_event_says_since_when_it_is_expected(here:
     assert here.site.json("status")["leases"] == []
 
 
-def test_node_without_a_peer_service_takes_the_list_and_copies_alone(here: Passes) -> None:
+def test_prefetch_works_on_a_node_without_a_peer_service(here: Passes) -> None:
     """`prefetch.host` is a key of its own: `peers.enabled: auto` does not switch that off."""
     node = here.site.node
     assert activation.is_automatic(node.config)
@@ -154,7 +154,9 @@ def test_node_without_a_peer_service_takes_the_list_and_copies_alone(here: Passe
     assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
 
 
-def test_copy_counts_as_used_when_it_was_made_and_by_nobody(here: Passes) -> None:
+def test_prefetched_entry_is_unused_and_loses_its_use_time_once_no_longer_expected(
+    here: Passes,
+) -> None:
     here.tell(here.image("a"))
     assert states(here.run()) == ["copying"]
     (item,) = here.site.json("ls")
@@ -165,7 +167,7 @@ def test_copy_counts_as_used_when_it_was_made_and_by_nobody(here: Passes) -> Non
     assert (item["unused"], item["used"]) == (True, 0.0)
 
 
-def test_dry_run_writes_nothing(here: Passes) -> None:
+def test_prefetch_dry_run_copies_and_records_nothing(here: Passes) -> None:
     here.tell(here.image("a"))
     done = here.run(dry_run=True)
     assert states(done) == ["would be copied next"]
@@ -230,7 +232,7 @@ def just_written(here: Passes) -> str:
         lambda _: "/proc/self/environ",
     ],
 )
-def test_what_the_user_could_not_have_staged_is_refused_and_in_no_users_log(
+def test_prefetch_refuses_a_path_that_the_user_could_not_stage_and_logs_no_event(
     here: Passes, bait: Callable[[Passes], str]
 ) -> None:
     here.tell(bait(here))
@@ -241,7 +243,7 @@ def test_what_the_user_could_not_have_staged_is_refused_and_in_no_users_log(
 
 
 @pytest.mark.parametrize("size", [8192, 4 * MIB])
-def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
+def test_prefetch_checks_a_replaced_image_again_before_the_copy(
     here: Passes, monkeypatch: Patch, size: int
 ) -> None:
     """Somebody may be writing it, or it may be larger than what was chosen."""
@@ -259,14 +261,14 @@ def test_image_that_was_replaced_since_it_was_looked_at_is_judged_anew(
     assert states(done) == ["refused" if size == 8192 else "not expected enough, or no room"]
 
 
-def test_user_whom_the_node_does_not_know_gets_nothing(here: Passes) -> None:
+def test_prefetch_refuses_an_image_for_a_user_unknown_to_the_node(here: Passes) -> None:
     here.tell(here.image("a"), user=4_000_000_000)
     (one,) = here.run().decisions
     assert (one.state, "is no user of this node" in one.why) == ("refused", True)
     assert here.site.keys() == set()
 
 
-def test_nothing_is_opened_as_root_whatever_the_host_says(here: Passes) -> None:
+def test_prefetch_list_with_root_as_user_is_rejected(here: Passes) -> None:
     here.tell(here.image("private", mode=0o600), user=0)
     done = here.run()
     assert "no user" in done.silent
@@ -274,7 +276,7 @@ def test_nothing_is_opened_as_root_whatever_the_host_says(here: Passes) -> None:
     assert not service.locate_list(here.site.places).exists()
 
 
-def test_list_of_absurd_numbers_is_a_wish_as_any(here: Passes) -> None:
+def test_prefetch_list_with_extreme_numbers_is_processed_and_replaceable(here: Passes) -> None:
     path = here.image("a")
     junk = {"gpu": "n[1-2]", "x": "n[1-999999999]", "y": "n[9-1", "z": ""}
     rows = [ExpectedStarts(part, path, NOBODY, 1e308) for part in ("gpu", "gpu", "x", "y", "none")]
@@ -305,17 +307,17 @@ def two_by_turns(here: Passes, passes: int, every: float) -> None:
     assert {used} <= here.site.keys()
 
 
-def test_images_that_are_named_by_turns_are_copied_three_times_at_most(here: Passes) -> None:
+def test_images_listed_alternately_are_prefetched_three_times_each_at_most(here: Passes) -> None:
     two_by_turns(here, 20, 60.0)
     assert 2 < len(here.copies()) <= 2 * TRIES
 
 
-def test_images_that_are_named_by_turns_are_tried_again_after_an_hour(here: Passes) -> None:
+def test_images_listed_alternately_are_prefetched_again_after_an_hour(here: Passes) -> None:
     two_by_turns(here, 8, FORGET)
     assert len(here.copies()) == 8
 
 
-def test_image_that_appears_and_disappears_is_copied_once(here: Passes) -> None:
+def test_image_that_leaves_and_returns_to_the_list_is_prefetched_once(here: Passes) -> None:
     path = here.image("a")
     for number in range(10):
         here.tell(*([path] if number % 2 == 0 else []))
@@ -324,7 +326,7 @@ def test_image_that_appears_and_disappears_is_copied_once(here: Passes) -> None:
     assert here.copies() == [path]
 
 
-def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most(
+def test_refused_image_that_leaves_and_returns_to_the_list_is_opened_three_times_at_most(
     here: Passes, monkeypatch: Patch
 ) -> None:
     opened: list[tuple[object, marks.ImageInspection, float]] = []
@@ -339,7 +341,7 @@ def test_refused_image_that_appears_and_disappears_is_opened_three_times_at_most
 
 
 @pytest.mark.parametrize("is_begun", [True, False], ids=["after it began", "at once"])
-def test_copy_that_fails_each_time_is_tried_three_times(
+def test_prefetch_tries_a_failing_copy_three_times(
     here: Passes, monkeypatch: Patch, is_begun: bool
 ) -> None:
     tried = []
@@ -363,7 +365,9 @@ def test_copy_that_fails_each_time_is_tried_three_times(
     assert len(tried) == TRIES
 
 
-def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch: Patch) -> None:
+def test_prefetch_retries_a_copy_stopped_for_a_job_more_than_three_times(
+    here: Passes, monkeypatch: Patch
+) -> None:
     """It was in vain for no fault of the image's, however often."""
 
     def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
@@ -384,7 +388,7 @@ def test_copy_that_was_stopped_for_a_job_is_made_anew(here: Passes, monkeypatch:
     assert here.copies() == [path]
 
 
-def test_copy_that_a_job_used_may_be_made_anew(here: Passes) -> None:
+def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(here: Passes) -> None:
     path = here.image("a")
     for _ in range(TRIES + 2):
         here.tell(path)
@@ -397,7 +401,7 @@ def test_copy_that_a_job_used_may_be_made_anew(here: Passes) -> None:
         here.site.run("evict", key)
 
 
-def test_copy_that_no_job_used_is_said_to_be_given_up(here: Passes) -> None:
+def test_prefetch_refuses_an_image_after_three_copies_that_no_job_used(here: Passes) -> None:
     path = here.image("a")
     for _ in range(TRIES):
         here.tell(path)
@@ -412,7 +416,9 @@ def test_copy_that_no_job_used_is_said_to_be_given_up(here: Passes) -> None:
 # --- a host that is dead, replays; clocks
 
 
-def test_node_goes_on_with_its_list_for_a_while_and_then_does_nothing(here: Passes) -> None:
+def test_prefetch_uses_the_last_list_while_the_host_is_silent_until_the_list_expires(
+    here: Passes,
+) -> None:
     first, second = here.image("a"), here.image("b", mode=0o600)
     here.tell(first, second)
     here.run()
@@ -428,7 +434,7 @@ def test_node_goes_on_with_its_list_for_a_while_and_then_does_nothing(here: Pass
     assert marks.read(here.site.places).idle == "there is no list"
 
 
-def test_older_list_that_is_given_again_is_not_taken(here: Passes) -> None:
+def test_prefetch_rejects_a_list_older_than_the_stored_list(here: Passes) -> None:
     here.tell(here.image("a"))
     old = here.told
     here.tell(here.image("b"))
@@ -439,7 +445,7 @@ def test_older_list_that_is_given_again_is_not_taken(here: Passes) -> None:
 
 
 @pytest.mark.parametrize("jump", [-1e6, -5000.0, 5000.0, 1e6])
-def test_clock_that_jumps_repeats_no_copy_and_takes_no_list_that_is_not_now(
+def test_prefetch_after_a_clock_jump_rejects_the_list_and_repeats_no_copy(
     here: Passes, jump: float
 ) -> None:
     path = here.image("a")
@@ -461,7 +467,7 @@ def test_clock_that_jumps_repeats_no_copy_and_takes_no_list_that_is_not_now(
 # --- room
 
 
-def test_full_cache_keeps_what_was_used_lately(here: Passes) -> None:
+def test_prefetch_evicts_no_recently_used_entry_from_a_full_cache(here: Passes) -> None:
     here.configure("max_size: 3MiB\nmin_free: 0\nlow_watermark: 100%\n")
     used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)), age=600.0)
     path = here.image("a", MIB + MIB // 4)
@@ -474,7 +480,7 @@ def test_full_cache_keeps_what_was_used_lately(here: Passes) -> None:
     assert len(here.site.keys()) == 1
 
 
-def test_expected_copy_stays_where_one_that_was_used_later_goes(here: Passes) -> None:
+def test_prefetch_evicts_an_unexpected_entry_before_an_expected_older_entry(here: Passes) -> None:
     here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
     site = here.site
     expected_here = here.image("old", MIB)
@@ -490,7 +496,7 @@ def test_expected_copy_stays_where_one_that_was_used_later_goes(here: Passes) ->
     assert other not in {*site.keys()}
 
 
-def test_job_that_asks_for_the_image_ends_the_copy_and_has_what_is_here(
+def test_job_that_requests_the_image_stops_its_prefetch_and_keeps_the_part(
     here: Passes, monkeypatch: Patch
 ) -> None:
     key = begin_slowly(here, monkeypatch)
@@ -505,7 +511,7 @@ def test_job_that_asks_for_the_image_ends_the_copy_and_has_what_is_here(
     ("why", "text", "bandwidth"),
     [("`enabled: false`", "enabled: false\n", "1GiB"), ("a job runs on this node", "", "null")],
 )
-def test_node_that_is_off_or_busy_opens_and_copies_nothing(
+def test_prefetch_opens_and_copies_nothing_on_a_switched_off_or_busy_node(
     here: Passes, why: str, text: str, bandwidth: str, monkeypatch: Patch
 ) -> None:
     held = here.site.publish(here.site.image("held"))
@@ -517,7 +523,7 @@ def test_node_that_is_off_or_busy_opens_and_copies_nothing(
     assert here.copies() == []
 
 
-def test_pass_opens_no_more_than_so_many_images_and_begins_one_copy(here: Passes) -> None:
+def test_prefetch_pass_opens_a_limited_number_of_images_and_starts_one_copy(here: Passes) -> None:
     here.tell(*(here.image(f"i{number}", 4096) for number in range(40)))
     done = here.run()
     assert states(done).count("copying") == len(here.copies()) == 1
@@ -547,7 +553,7 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
     return key
 
 
-def test_no_second_copy_begins_beside_one_for_pending_jobs(
+def test_prefetch_starts_no_second_copy_while_its_first_copy_runs(
     here: Passes, monkeypatch: Patch
 ) -> None:
     begin_slowly(here, monkeypatch)
@@ -555,9 +561,7 @@ def test_no_second_copy_begins_beside_one_for_pending_jobs(
     assert sorted(states(here.run(waits=False))) == ["copying", "not expected enough, or no room"]
 
 
-def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
-    here: Passes, monkeypatch: Patch
-) -> None:
+def test_prefetch_copy_stops_if_the_leases_cannot_be_read(here: Passes, monkeypatch: Patch) -> None:
     """One of them may be on its image; nobody would look again."""
 
     def fail(leases: LeaseDirectory) -> frozenset[str]:
@@ -570,7 +574,7 @@ def test_copy_for_pending_jobs_ends_where_the_leases_cannot_be_read(
 
 
 @pytest.mark.parametrize("begins", ["beside the copy", "just before it"])
-def test_job_that_begins_ends_a_copy_that_nothing_limits(
+def test_prolog_stops_a_prefetch_copy_without_a_bandwidth_limit(
     here: Passes, monkeypatch: Patch, begins: str
 ) -> None:
     """Whatever it names; also if the pass saw a node without jobs a moment ago."""
@@ -593,7 +597,7 @@ def test_job_that_begins_ends_a_copy_that_nothing_limits(
     until(stopped, "the end of the copy")
 
 
-def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside_it(
+def test_requested_copy_stops_a_prefetch_copy_and_blocks_new_prefetches(
     here: Passes, monkeypatch: Patch
 ) -> None:
     key = begin_slowly(here, monkeypatch)
@@ -607,7 +611,7 @@ def test_copy_that_is_asked_for_ends_one_for_pending_jobs_and_none_begins_beside
 
 
 @pytest.mark.parametrize("leased", [True, False], ids=["a job's", "forestage stage"])
-def test_copy_that_is_asked_for_has_the_room_of_one_for_pending_jobs(
+def test_requested_copy_gets_the_space_of_a_running_prefetch_copy(
     here: Passes, monkeypatch: Patch, leased: bool
 ) -> None:
     key = begin_slowly(here, monkeypatch)

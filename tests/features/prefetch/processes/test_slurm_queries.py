@@ -16,7 +16,7 @@ from forestage.slurm.queue import SlurmClient
 Programs = Callable[..., Path]
 
 
-def test_pending_jobs_are_one_question_with_the_nonce_before_what_users_write(
+def test_squeue_is_run_once_with_a_nonce_around_the_text_that_users_write(
     programs: Programs, tmp_path: Path
 ) -> None:
     asked = programs(squeue=f"env >{tmp_path}/env\nprintf 'x|y'")
@@ -36,7 +36,7 @@ def test_pending_jobs_are_one_question_with_the_nonce_before_what_users_write(
 @pytest.mark.parametrize(
     "squeue", ["exit 1", "exec sleep 1000", "exec cat /dev/zero", "exec >&- 2>&-; sleep 1000"]
 )
-def test_pending_jobs_of_a_squeue_that_fails_hangs_or_writes_on_are_an_error(
+def test_squeue_that_fails_hangs_or_writes_endlessly_raises_an_error(
     programs: Programs, monkeypatch: pytest.MonkeyPatch, squeue: str
 ) -> None:
     programs(squeue=squeue)

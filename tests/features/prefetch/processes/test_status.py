@@ -14,7 +14,7 @@ from forestage.features.prefetch.prefetched import PrefetchState, facts
 G = 1 << 30
 
 
-def test_rows_say_what_is_expected_and_here() -> None:
+def test_prefetch_status_rows_list_expected_images_and_unused_entries() -> None:
     unused = DiskUsage(2, 46 * G)
     found = PrefetchState(NOW - 40, 3, 71 * G, 2, 1, unused, idle="a job runs on this node")
     assert facts(found, NOW) == [
@@ -31,7 +31,7 @@ def prefetched(site: Site) -> PrefetchState | None:
     return found
 
 
-def test_status_says_what_is_expected_and_what_no_job_has_used(site: Site) -> None:
+def test_status_and_metrics_count_expected_images_and_unused_prefetched_entries(site: Site) -> None:
     assert prefetched(site) is None
     names = ("new", "used", "held")
     new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)

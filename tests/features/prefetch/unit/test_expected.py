@@ -29,7 +29,7 @@ def listed(
     return ExpectedImageList(sequence, made, made + lasts, partitions, (row,) * rows)
 
 
-def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_stored_prefetch_list_is_private_and_read_back_or_none_if_damaged(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     assert expected.read(places) is None
     expected.write(places, listed())
@@ -39,12 +39,12 @@ def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert expected.read(places) is None
 
 
-def test_newer_list_replaces_the_one_here() -> None:
+def test_prefetch_list_with_the_same_or_a_newer_sequence_is_accepted() -> None:
     assert expected.counts(listed(2), listed(1), NOW) == ""
     assert expected.counts(listed(1), listed(1), NOW) == ""
 
 
-def test_older_list_is_refused_as_long_as_the_one_here_is_good() -> None:
+def test_older_prefetch_list_is_refused_while_the_stored_list_is_valid() -> None:
     assert "older" in expected.counts(listed(1), listed(2), NOW)
     assert expected.counts(listed(1), listed(2, age=LASTS), NOW) == ""
 
@@ -66,20 +66,20 @@ def test_older_list_is_refused_as_long_as_the_one_here_is_good() -> None:
         listed(9, parts=ROWS + 1),
     ],
 )
-def test_list_that_is_too_old_or_long_of_the_future_or_of_no_user_or_path_is_refused(
+def test_prefetch_list_with_an_invalid_time_user_or_path_is_refused(
     told: ExpectedImageList,
 ) -> None:
     assert expected.counts(told, None, NOW) != ""
 
 
-def test_list_counts_no_longer_than_it_lasts_whatever_it_says() -> None:
+def test_prefetch_list_expires_after_the_longest_validity_whatever_end_the_list_claims() -> None:
     assert expected.is_good(listed(age=LASTS - 1, lasts=1e9), NOW)
     assert not expected.is_good(listed(age=LASTS, lasts=1e9), NOW)
     assert not expected.is_good(listed(lasts=0.0), NOW)
     assert not expected.is_good(listed(age=-AHEAD - 1), NOW)
 
 
-def test_sequence_grows_whatever_the_clock_does() -> None:
+def test_prefetch_list_sequence_grows_even_if_the_clock_is_set_back() -> None:
     first = expected.following(None, NOW)
     before = ExpectedImageList(first, NOW, NOW + LASTS)
     assert expected.following(before, NOW - 5000) == first + 1

@@ -17,7 +17,7 @@ def ahead(**changes: Any) -> EventRecord:
     return event(outcome, time=NOW - 60, hook="stager", job=0)
 
 
-def test_image_copied_before_the_job_began_is_said_with_since_when_and_what_that_saved() -> None:
+def test_explain_of_a_prefetched_image_gives_the_expected_since_time_and_the_saved_time() -> None:
     start = event(hit(redirect="spank", baseline=41.0, wait=0.0), hook="step", step=0)
     text = " ".join(printed(ahead(), start).split())
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOW - 600))
@@ -25,13 +25,13 @@ def test_image_copied_before_the_job_began_is_said_with_since_when_and_what_that
     assert "; that saved about 41s" in text
 
 
-def test_what_a_copy_ahead_saved_is_said_only_where_it_was_measured() -> None:
+def test_explain_of_a_prefetched_image_omits_the_saved_time_without_a_baseline() -> None:
     text = printed(ahead(), event(hit(redirect="spank"), hook="step", step=0))
     assert "copied before the job began" in text
     assert "that saved" not in text
 
 
-def test_copy_that_another_job_was_the_first_to_use_is_a_hit_as_any() -> None:
+def test_explain_calls_a_prefetched_entry_an_ordinary_hit_after_its_first_job() -> None:
     first = event(hit(), job=6)
     assert "expected since" not in printed(ahead(), first, event(hit()))
     assert "expected since" not in printed(event(hit()))
@@ -40,7 +40,7 @@ def test_copy_that_another_job_was_the_first_to_use_is_a_hit_as_any() -> None:
 @pytest.mark.parametrize(
     ("copying", "resumed", "saved"), [(5.0, 4 << 30, "5s"), (0.1, (8 << 30) - 1, "")]
 )
-def test_part_that_the_job_took_over_is_said_with_the_seconds_that_it_would_have_taken(
+def test_explain_of_a_copy_resumed_from_a_prefetched_part_gives_the_saved_time(
     copying: float, resumed: int, saved: str
 ) -> None:
     taken = ahead(copying=copying, resumed=resumed, ahead=resumed).outcome

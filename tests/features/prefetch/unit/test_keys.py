@@ -24,12 +24,12 @@ HOST = KEYS["prefetch.host"]
         ("a:0", "expected null or a port from 1 to 65535"),
     ],
 )
-def test_host_that_cannot_be_one_is_refused(raw: object, what: str) -> None:
+def test_prefetch_host_key_refuses_an_invalid_host_or_port(raw: object, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         HOST.read(raw)
 
 
-def test_host_of_digits_is_shown_as_it_is_read() -> None:
+def test_prefetch_host_key_of_digits_round_trips_through_yaml() -> None:
     assert HOST.read(yaml.safe_load(HOST.show(HOST.read("0")))) == "0"
 
 
@@ -41,11 +41,13 @@ def test_host_of_digits_is_shown_as_it_is_read() -> None:
         (None, None),
     ],
 )
-def test_host_is_found_as_it_is_written(host: str | None, found: ServiceAddress | None) -> None:
+def test_prefetch_host_address_uses_its_port_or_the_peers_port(
+    host: str | None, found: ServiceAddress | None
+) -> None:
     peers = PeersSection(address="{node}-ib:7718", port=7000)
     assert find_host(Config(peers=peers, prefetch=PrefetchSection(host=host))) == found
 
 
-def test_host_is_never_a_key_that_is_ignored() -> None:
+def test_prefetch_host_is_not_among_the_removed_keys() -> None:
     """Whoever takes it away has to say what becomes of what it excluded."""
     assert "prefetch.host" in set(KEYS) - set(REMOVED_KEYS)

@@ -13,7 +13,7 @@ from forestage.paths import NodePaths
 LOOK = ImageInspection("/a", 7, at=1000.0, since=900.0, why="missing", tries=1)
 
 
-def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: Path) -> None:
+def test_prefetch_record_is_read_back_and_a_damaged_record_is_empty(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     found = PrefetchRecord((LOOK,), "silent", "idle")
     marks.write(places, found)
@@ -26,26 +26,28 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_empty(tmp_path: P
     ("tries", "later", "due"),
     [(1, AGAIN - 1, False), (1, AGAIN, True), (1, -5.0, True), (TRIES, 9 * AGAIN, False)],
 )
-def test_refused_image_is_tried_again_later_and_not_for_ever(
+def test_refused_image_is_due_again_after_a_delay_until_its_tries_are_used_up(
     tries: int, later: float, due: bool
 ) -> None:
     look = ImageInspection("/a", 7, at=1000.0, since=900.0, why="missing", tries=tries)
     assert marks.is_due(look, 1000.0 + later) is due
 
 
-def test_look_that_the_list_does_not_name_is_forgotten() -> None:
+def test_prefetch_record_drops_an_inspection_that_the_list_no_longer_names() -> None:
     found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/b", 7, 0.0, 0.0))
     named, late = [("/b", 7), ("/a", 8)], LOOK.at + FORGET
     assert found.naming(named, late).looks == (ImageInspection("/b", 7, 0.0, 0.0),)
 
 
-def test_look_that_was_in_vain_is_remembered_for_a_while_after_the_list_named_it() -> None:
+def test_prefetch_record_keeps_a_failed_inspection_for_a_while_after_the_list_dropped_its_image() -> (
+    None
+):
     found = PrefetchRecord().with_look(LOOK)
     assert found.naming([], LOOK.at + FORGET - 1) == found
     assert found.naming([], LOOK.at - 1) == PrefetchRecord(), "the clock was set back"
 
 
-def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_are_not() -> None:
+def test_prefetch_record_forgets_unused_copies_in_time_but_keeps_listed_refusals() -> None:
     late, named = 1000.0 + FORGET, [("/a", 7)]
     copied = ImageInspection("/a", 7, 1000.0, 900.0, "k", 5, tries=TRIES)
     assert PrefetchRecord((copied,)).naming(named, late - 1).looks == (copied,)
@@ -54,13 +56,15 @@ def test_copies_that_no_job_used_are_forgotten_in_time_and_refusals_while_named_
     assert PrefetchRecord((refused,)).naming(named, late).looks == (refused,)
 
 
-def test_look_takes_the_place_of_an_earlier_one() -> None:
+def test_prefetch_record_replaces_an_earlier_inspection_of_the_same_image_and_user() -> None:
     found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/a", 7, 2000.0, 900.0))
     assert found.look("/a", 7) == ImageInspection("/a", 7, 2000.0, 900.0)
     assert found.look("/a", 8) is None
 
 
-def test_what_a_pass_is_like_is_noted_beside_the_looks(tmp_path: Path) -> None:
+def test_prefetch_record_stores_silent_and_idle_and_is_not_rewritten_if_unchanged(
+    tmp_path: Path,
+) -> None:
     places = NodePaths(tmp_path)
     marks.write(places, PrefetchRecord((LOOK,)))
     marks.note(places, "silent", "")

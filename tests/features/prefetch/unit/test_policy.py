@@ -46,48 +46,50 @@ def old(size: int = 40, **changes: object) -> HeldCopy:
 # --- the queue
 
 
-def test_job_is_expected_on_each_node_by_the_part_of_the_nodes_that_it_wants() -> None:
+def test_expected_starts_of_a_job_are_its_share_of_the_partitions_nodes() -> None:
     assert likely([pending(2)], {"p": 8}) == (ExpectedStarts("p", "a", ALICE, 0.25),)
 
 
-def test_jobs_of_one_image_add_up_and_more_than_one_start_is_more_than_a_chance() -> None:
+def test_expected_starts_of_jobs_with_the_same_image_add_up_beyond_one() -> None:
     assert starts(likely([pending(4)] * 3, {"p": 4}, PrefetchRules(late=1))) == {"a": 3.0}
 
 
-def test_job_behind_a_full_clusters_worth_of_others_counts_half() -> None:
+def test_expected_starts_are_halved_for_each_full_partition_queued_before_the_job() -> None:
     found = likely([pending(4, "a"), pending(4, "b"), pending(4, "c")], {"p": 4})
     assert starts(found) == {"a": 1.0, "b": 0.5, "c": 0.25}
 
 
-def test_one_users_jobs_count_no_more_than_two_partitions_full_for_those_behind_them() -> None:
+def test_expected_starts_of_others_are_reduced_by_two_partitions_of_one_users_jobs_at_most() -> (
+    None
+):
     crowd = [pending(4, "a")] * 50
     found = likely([*crowd, pending(4, "b", user=BOB), pending(4, "c")], {"p": 4})
     assert starts(found)["b"] == 0.25
     assert starts(found)["c"] == 0.0, "for their own, all of them"
 
 
-def test_job_of_several_partitions_is_expected_in_all_and_once_in_all() -> None:
+def test_expected_starts_of_a_job_are_divided_among_its_partitions() -> None:
     found = likely([pending(3, parts="pq")], {"p": 2, "q": 4})
     assert {one.partition: one.starts for one in found} == {"p": 0.5, "q": 0.5}
 
 
-def test_job_of_a_partition_that_nobody_knows_is_not_expected() -> None:
+def test_job_of_an_unknown_partition_has_no_expected_starts() -> None:
     assert likely([pending(1, parts="x")], {"p": 4}) == ()
 
 
-def test_each_user_of_an_image_has_a_row_and_the_most_expected_is_first() -> None:
+def test_expected_starts_have_a_row_for_each_user_with_the_most_expected_first() -> None:
     found = likely([pending(1), pending(3, user=BOB)], {"p": 4}, PrefetchRules(late=1))
     assert found == (ExpectedStarts("p", "a", BOB, 0.75), ExpectedStarts("p", "a", ALICE, 0.25))
 
 
-def test_all_images_of_a_job_are_expected() -> None:
+def test_expected_starts_include_all_images_of_a_job() -> None:
     assert starts(likely([pending(1, "a", "b")], {"p": 2})) == {"a": 0.5, "b": 0.5}
 
 
 # --- the node
 
 
-def test_most_expected_image_that_is_lacking_is_copied() -> None:
+def test_prefetch_chooses_the_most_expected_missing_image() -> None:
     assert choose(wanted(a=0.5, b=0.4), {}, ROOM, NOW, FREE) == PrefetchChoice(
         "a", ALICE, frozenset()
     )
@@ -95,7 +97,7 @@ def test_most_expected_image_that_is_lacking_is_copied() -> None:
     assert found == PrefetchChoice("b", ALICE, frozenset("a"))
 
 
-def test_image_that_is_hardly_expected_is_not_copied() -> None:
+def test_prefetch_chooses_no_image_with_expected_starts_below_the_least() -> None:
     assert choose(wanted(a=RULES.least - 0.01), {}, ROOM, NOW, FREE) is None
     assert choose(wanted(a=RULES.least), {}, ROOM, NOW, FREE) is not None
 
@@ -111,7 +113,7 @@ def test_image_that_is_hardly_expected_is_not_copied() -> None:
     ],
     ids=["long ago", "in use", "used lately", "no longer", "nobody waits for it any more"],
 )
-def test_copy_that_a_job_used_lately_or_uses_does_not_go_for_an_expected_one(
+def test_prefetch_evicts_no_entry_in_use_or_used_recently_for_an_expected_image(
     held: HeldCopy, goes: bool
 ) -> None:
     found = choose(wanted(a=0.9), {"x": held, "y": old(stays=True)}, ROOM, NOW, FREE)
@@ -120,18 +122,20 @@ def test_copy_that_a_job_used_lately_or_uses_does_not_go_for_an_expected_one(
 
 
 @pytest.mark.parametrize(("here", "goes"), [(0.3, True), (0.31, False), (0.9, False)])
-def test_copy_that_is_expected_half_as_much_does_not_go(here: float, goes: bool) -> None:
+def test_prefetch_evicts_no_entry_expected_more_than_half_as_much_as_the_new_image(
+    here: float, goes: bool
+) -> None:
     full = {"x": old(60), "y": old(40, stays=True)}
     assert (choose(wanted(a=0.61, x=here), full, ROOM, NOW, FREE) is not None) == goes
 
 
-def test_smaller_image_is_copied_where_the_most_expected_has_no_room() -> None:
+def test_prefetch_chooses_a_smaller_image_if_the_most_expected_does_not_fit() -> None:
     both = {"a": WantedImage(90, ALICE, 0.9), "b": WantedImage(50, ALICE, 0.5)}
     found = choose(both, {"x": old(stays=True)}, ROOM, NOW, FREE)
     assert found == PrefetchChoice("b", ALICE, frozenset("x"))
 
 
-def test_copies_that_no_job_has_used_fill_no_more_than_the_quota() -> None:
+def test_prefetched_unused_entries_stay_within_the_quota() -> None:
     held = {"x": HeldCopy(40, NOW, BOB, fresh=True)}
     assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.8, share=1)) is not None
     assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.79, share=1)) is None
@@ -139,7 +143,7 @@ def test_copies_that_no_job_has_used_fill_no_more_than_the_quota() -> None:
     assert choose(wanted(a=0.9), used, ROOM, NOW, PrefetchRules(quota=0.4, share=1)) is not None
 
 
-def test_copies_for_one_user_fill_no_more_than_their_share() -> None:
+def test_prefetched_unused_entries_of_one_user_stay_within_the_users_share() -> None:
     held = {"x": HeldCopy(20, NOW, ALICE, fresh=True)}
     share = PrefetchRules(quota=1, share=0.5)
     assert choose(wanted(a=0.9), held, ROOM, NOW, share) is None
@@ -184,7 +188,7 @@ SIZE, USER = st.integers(1, 60), st.sampled_from((ALICE, BOB))
     st.integers(1, 300),
     st.sampled_from((RULES, FREE)),
 )
-def test_copy_is_chosen_as_by_the_definition(
+def test_prefetch_choice_equals_the_plain_definition_for_any_input(
     wanted: dict[str, WantedImage], held: dict[str, HeldCopy], room: int, rules: PrefetchRules
 ) -> None:
     assert choose(wanted, held, room, NOW, rules) == choose_plainly(wanted, held, room, rules)
@@ -201,7 +205,9 @@ class CountedSizes(dict[str, HeldCopy]):
 
 
 @pytest.mark.parametrize("lacking", [1, 100])
-def test_copies_are_looked_at_as_often_however_many_images_are_lacking(lacking: int) -> None:
+def test_prefetch_choice_reads_each_held_entry_once_however_many_images_are_missing(
+    lacking: int,
+) -> None:
     held = CountedSizes({f"h{n}": old(1, stays=n % 2 == 0) for n in range(100)})
     expected = {name: WantedImage(1, ALICE, 0.5) for name in held}
     missing = {f"w{n}": WantedImage(ROOM, ALICE, 0.5) for n in range(lacking)}

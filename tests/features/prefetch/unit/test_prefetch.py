@@ -10,7 +10,7 @@ from forestage.features.prefetch.policy import ExpectedStarts, PendingJob
 NODES = {"gpu": 100}
 
 
-def test_ten_thousand_jobs_of_one_user_leave_room_for_the_others() -> None:
+def test_prefetch_list_limits_the_rows_of_a_user_with_10000_jobs() -> None:
     many = [PendingJob(7, (f"/{number}",), 100, ("gpu",)) for number in range(10_000)]
     rows = prefetch_host.few(policy.likely([*many, PendingJob(8, ("/b",), 100, ("gpu",))], NODES))
     assert sum(row.user == 7 for row in rows) <= prefetch_host.OF_USER
@@ -22,18 +22,18 @@ def test_ten_thousand_jobs_of_one_user_leave_room_for_the_others() -> None:
     assert rows[-1].user == 8
 
 
-def test_list_has_an_end_and_no_start_that_is_not_worth_it() -> None:
+def test_prefetch_list_has_a_row_limit_and_drops_rows_below_the_least() -> None:
     rows = [ExpectedStarts("gpu", "/a", user, 1.0) for user in range(10_000)]
     assert len(prefetch_host.few(rows)) == expected.ROWS
     assert prefetch_host.few([ExpectedStarts("gpu", "/a", 7, prefetch_host.LEAST / 2)]) == ()
 
 
-def test_only_partitions_with_a_row_are_told() -> None:
+def test_prefetch_list_names_only_partitions_with_a_row() -> None:
     rows = (ExpectedStarts("gpu", "/a", 7, 1.0),)
     assert prefetch_host.named(rows, {"cpu": "c1", "gpu": "n[1-9]"}) == {"gpu": "n[1-9]"}
 
 
-def test_jobs_that_do_not_count_are_said_with_their_reason() -> None:
+def test_prefetch_host_output_counts_ignored_jobs_by_reason() -> None:
     others = queue.PendingJobQueue(others=(("JobHeldUser", 3),)).others
     done = prefetch_host.PrefetchHostPass(0, others, ExpectedImageList(1, 0.0, 1.0), False, 0.1)
     text = repr(list(prefetch_host.pieces(done)))
@@ -41,7 +41,7 @@ def test_jobs_that_do_not_count_are_said_with_their_reason() -> None:
     assert "would be told" in text
 
 
-def test_node_takes_the_rows_of_its_partitions_users_most_expected_first() -> None:
+def test_node_selects_the_rows_of_its_partitions_with_the_most_expected_user_first() -> None:
     rows = (
         ExpectedStarts("gpu", "/a", 7, 0.5),
         ExpectedStarts("all", "/a", 8, 0.7),
@@ -55,7 +55,7 @@ def test_node_takes_the_rows_of_its_partitions_users_most_expected_first() -> No
     assert prefetch_node.wanted_here(listed, "n10") == {}
 
 
-def test_refusals_are_counted_and_keep_since_when_the_image_is_expected() -> None:
+def test_repeated_refusal_counts_tries_and_keeps_the_expected_since_time() -> None:
     once = prefetch_node.refused(ImageInspection("/a", 7, 4.0, 4.0, "k", 5), 5.0, "missing\n")
     assert once == ImageInspection("/a", 7, 5.0, 4.0, why="missing\\n", tries=1)
     assert prefetch_node.refused(once, 6.0, "") == ImageInspection(

@@ -35,12 +35,12 @@ def images(*lines: str) -> list[tuple[str, ...]]:
     return [one.images for one in parse(*lines).pending]
 
 
-def test_job_is_read_with_its_images_nodes_and_partitions() -> None:
+def test_pending_job_is_parsed_with_its_images_nodes_and_partitions() -> None:
     found = parse(line("x stage=/a,/b", nodes="4-8", partition="gpu,cpu"))
     assert found == PendingJobQueue((PendingJob(1000, ("/a", "/b"), 4, ("gpu", "cpu")),), tasks=1)
 
 
-def test_order_is_slurms() -> None:
+def test_pending_jobs_keep_the_order_of_squeue() -> None:
     assert images(line("stage=/b"), line("stage=/a")) == [("/b",), ("/a",)]
 
 
@@ -53,24 +53,24 @@ def test_order_is_slurms() -> None:
         f"9|{NONCE[:-1]}<0|1|gpu|Priority|N/A|(null)|{NONCE[:-1]}>stage=/etc/shadow",
     ],
 )
-def test_line_that_a_user_forged_is_words_of_their_comment(forged: str) -> None:
+def test_squeue_line_forged_in_a_comment_adds_no_job(forged: str) -> None:
     found = parse(line(f"x\n{forged}"), line("stage=/b", user="1001"))
     assert [one.user for one in found.pending][-1] == 1001
     assert {one.user for one in found.pending} <= {1000, 1001}
     assert ("/etc/shadow",) not in [one.images for one in found.pending if one.user == 0]
 
 
-def test_line_that_an_admin_comment_forges_is_words_of_it() -> None:
+def test_squeue_line_forged_in_an_admin_comment_adds_no_job() -> None:
     forged = line("stage=/etc/shadow", user="1002", nonce="0" * 32)
     found = parse(line("stage=/a", admin=f"x\n{forged}y"), line("stage=/b", user="1001"))
     assert [(one.user, one.images) for one in found.pending] == [(1000, ("/a",)), (1001, ("/b",))]
 
 
-def test_roots_jobs_do_not_count() -> None:
+def test_pending_jobs_of_root_are_ignored() -> None:
     assert parse(line(user="0")) == PendingJobQueue((), (("root's", 1),), 1)
 
 
-def test_images_are_of_comment_and_admin_comment_each_once() -> None:
+def test_pending_jobs_images_are_read_from_comment_and_admin_comment_without_duplicates() -> None:
     seen = "ticket=4 stage-seen=/b,/with%20space"
     assert images(line("stage=/a,/b", admin=seen)) == [("/a", "/b", "/with space")]
     assert images(line("(null)", admin=seen)) == [("/b", "/with space")]
@@ -91,21 +91,21 @@ def test_images_are_of_comment_and_admin_comment_each_once() -> None:
         "",
     ],
 )
-def test_what_is_no_image_file_is_not_copied_ahead(comment: str) -> None:
+def test_pending_job_whose_comment_names_no_image_file_is_ignored(comment: str) -> None:
     assert parse(line(comment)) == PendingJobQueue((), (("no image", 1),), 1)
 
 
-def test_job_that_says_off_means_the_images_of_its_options_too() -> None:
+def test_pending_job_with_stage_off_has_no_images_from_its_admin_comment() -> None:
     assert images(line("stage=off", admin="stage-seen=/a")) == []
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Dependency", "BadConstraints"])
-def test_job_that_has_no_place_in_the_queue_does_not_count(reason: str) -> None:
+def test_held_or_dependent_job_is_ignored(reason: str) -> None:
     assert parse(line(reason=reason)) == PendingJobQueue((), ((reason, 1),), 1)
 
 
 @pytest.mark.parametrize("reason", ["None", "BeginTime", "Priority"])
-def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
+def test_pending_job_is_ignored_until_an_hour_before_its_begin_time(reason: str) -> None:
     later, soon = (str(int(NOW + queue.SOON) + more) for more in (1, 0))
     assert parse(line(reason=reason, eligible=later)) == PendingJobQueue((), (("BeginTime", 1),), 1)
     assert images(line(reason=reason, eligible=soon)) == [("/a",)]
@@ -128,17 +128,17 @@ def test_job_counts_from_an_hour_before_its_begin_time(reason: str) -> None:
         ("7_[1-10%0]", 10),
     ],
 )
-def test_tasks_of_an_array_are_counted_as_far_as_they_may_run(job: str, count: int) -> None:
+def test_array_job_id_gives_its_number_of_tasks(job: str, count: int) -> None:
     assert queue.tasks(job) == count
 
 
-def test_all_tasks_are_counted_unless_squeue_cuts_a_list_short() -> None:
+def test_number_of_pending_tasks_is_unknown_if_squeue_abbreviates_an_array() -> None:
     shown = [line(job="7"), line(job="8_[1-10%2]", reason="JobHeldUser")]
     assert parse(*shown).tasks == 11
     assert parse(*shown, line(job="9_[1,3,5,...]")).tasks is None
 
 
-def test_array_wants_the_nodes_of_all_its_tasks() -> None:
+def test_pending_array_needs_the_nodes_of_all_its_tasks() -> None:
     (one,) = parse(line(job="7_[1-10]", nodes="2")).pending
     assert one.nodes == 20
 
@@ -155,14 +155,14 @@ def test_array_wants_the_nodes_of_all_its_tasks() -> None:
         f"1|{NONCE}<1000|2|gpu|{NONCE}>stage=/a\n",
     ],
 )
-def test_line_that_cannot_be_read_is_counted_and_the_others_are_read(junk: str) -> None:
+def test_unreadable_squeue_line_is_counted_and_the_other_lines_are_parsed(junk: str) -> None:
     found = parse(line("stage=/a"), junk, line("stage=/b"))
     assert [one.images for one in found.pending] == [("/a",), ("/b",)]
     assert found.others == (("unreadable", 1),)
 
 
 @pytest.mark.parametrize("listing", ["", "\n", "squeue: error\n", "|||||\n" * 10, "\0" * 100])
-def test_listing_of_something_else_names_nothing(listing: str) -> None:
+def test_output_that_is_no_squeue_listing_gives_no_jobs(listing: str) -> None:
     assert queue.parse(listing, NONCE, NOW) == PendingJobQueue()
 
 
@@ -181,7 +181,7 @@ def test_listing_of_something_else_names_nothing(listing: str) -> None:
         ("stage-seen=/" + ",/".join(map(str, range(40))), tuple(f"/{n}" for n in range(16))),
     ],
 )
-def test_images_that_a_submission_named_are_read_out_of_the_admin_comment(
+def test_stage_seen_images_are_decoded_from_the_admin_comment(
     admin_comment: str, images: tuple[str, ...]
 ) -> None:
     assert queue.seen_images(admin_comment) == images

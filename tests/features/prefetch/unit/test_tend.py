@@ -12,7 +12,7 @@ from forestage.features.prefetch import tend
 from forestage.paths import NodePaths
 
 
-def test_pass_is_an_idle_part_where_a_host_is_configured(tmp_path: Path) -> None:
+def test_tend_runs_prefetch_as_an_idle_part_only_with_a_configured_host(tmp_path: Path) -> None:
     config = Config(prefetch=PrefetchSection(host="ctl1"))
     for apart in (False, True):
         (found,) = tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), config, apart))

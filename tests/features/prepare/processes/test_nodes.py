@@ -48,7 +48,7 @@ def test_sample_groups_of_the_interpreters_prefix_name_no_node(
 
 
 @pytest.mark.parametrize(("listed", "expected"), [("n1\nn2\nn1\n", ("n1", "n2")), ("", None)])
-def test_partition_is_its_nodes_each_once(
+def test_partition_is_expanded_to_its_nodes_without_duplicates(
     programs: Callable[..., Path], listed: str, expected: tuple[str, ...] | None
 ) -> None:
     asked = programs(sinfo=f"printf '{listed}'")
@@ -60,7 +60,7 @@ def test_partition_is_its_nodes_each_once(
     assert "--partition=gpu" in asked.read_text()
 
 
-def test_warm_of_a_partition_asks_each_of_its_nodes(
+def test_warm_of_a_partition_runs_srun_on_each_of_its_nodes(
     site: Site, programs: Callable[..., Path]
 ) -> None:
     asked = programs(sinfo="printf 'n1\\nn2\\n'", srun="exit 1")

@@ -38,7 +38,9 @@ def listed(image: Path) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("/"))
 
 
-def test_image_has_all_files(site: Site, tree: Path, tmp_path: Path) -> None:
+def test_packed_image_lists_all_files_of_the_directory(
+    site: Site, tree: Path, tmp_path: Path
+) -> None:
     printed = site.json("pack", str(tree), "-o", str(tmp_path / "venv.sqsh"))
     assert (printed["inodes"], printed["compression"]) == (9, "zstd")
     assert printed["size"] == (tmp_path / "venv.sqsh").stat().st_size
@@ -47,7 +49,7 @@ def test_image_has_all_files(site: Site, tree: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
 
 
-def test_relative_paths_are_of_the_current_directory(
+def test_pack_resolves_relative_paths_from_the_current_directory(
     site: Site, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,7 +61,7 @@ def test_relative_paths_are_of_the_current_directory(
     assert (tmp_path / "venv.sqsh").exists()
 
 
-def test_tools_that_know_gzip_only_use_it(
+def test_pack_uses_gzip_if_mksquashfs_does_not_support_zstd(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     says = 'echo "mksquashfs: Compressor \\"zstd\\" is not supported!" >&2; exit 1'
@@ -70,7 +72,7 @@ def test_tools_that_know_gzip_only_use_it(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_pack_that_is_ended_leaves_neither_file_nor_program(
+def test_pack_ended_by_a_signal_leaves_no_file_and_no_mksquashfs_process(
     site: Site,
     tree: Path,
     tmp_path: Path,
@@ -106,7 +108,7 @@ def test_pack_that_is_ended_leaves_neither_file_nor_program(
         "/usr/bin/mksquashfs \"$@\"; echo 'Failed to read file a, creating empty file' >&2",
     ],
 )
-def test_image_that_lost_something_is_not_published(
+def test_pack_exits_with_failed_and_no_image_if_mksquashfs_loses_files(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], script: str
 ) -> None:
     programs(mksquashfs=script)
@@ -117,7 +119,9 @@ def test_image_that_lost_something_is_not_published(
 
 
 @pytest.mark.parametrize("secret", ["file", "directory"])
-def test_what_cannot_be_read_is_known_from_mksquashfs_output(as_root: None, secret: str) -> None:
+def test_unreadable_file_is_recognized_in_the_output_of_mksquashfs(
+    as_root: None, secret: str
+) -> None:
     """It goes on and ends with 0; pytest's own folders are root's, so not there."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
@@ -132,7 +136,7 @@ def test_what_cannot_be_read_is_known_from_mksquashfs_output(as_root: None, secr
     assert (done.returncode, bool(pack._LOST.search(done.stderr))) == (0, True), done.stderr
 
 
-def test_existing_file_is_replaced_only_by_force(
+def test_pack_replaces_an_existing_file_only_with_force(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     image = tmp_path / "x"
@@ -147,7 +151,9 @@ def test_existing_file_is_replaced_only_by_force(
     assert image.read_bytes()[:4] == b"hsqs"
 
 
-def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path: Path) -> None:
+def test_pack_refuses_an_output_inside_the_packed_directory(
+    site: Site, tree: Path, tmp_path: Path
+) -> None:
     (tmp_path / "link").symlink_to(tree / "lib")
     for place in (tree / "x", tree / "lib/x", tmp_path / "link/x"):
         done = site.run("pack", str(tree), "-o", str(place))
@@ -155,7 +161,9 @@ def test_image_inside_its_directory_is_refused(site: Site, tree: Path, tmp_path:
         assert not place.exists()
 
 
-def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Path) -> None:
+def test_pack_here_prints_the_stage_option_for_the_directorys_own_path(
+    site: Site, tree: Path
+) -> None:
     done = site.run("pack", "--here", str(tree))
     assert done.exit_code == ExitStatus.OK, done.output
     assert f"srun --stage={tree}.sqsh@{tree} ..." in done.output
@@ -163,18 +171,20 @@ def test_image_for_use_in_the_trees_place_prints_the_option(site: Site, tree: Pa
     assert listed(Path(f"{tree}.sqsh"))
 
 
-def test_tree_over_which_nothing_may_be_mounted_is_not_packed(site: Site, tmp_path: Path) -> None:
+def test_pack_here_refuses_a_directory_that_may_not_be_mounted_over(
+    site: Site, tmp_path: Path
+) -> None:
     done = site.run("pack", "--here", "/usr/lib", "-o", str(tmp_path / "x"))
     assert done.exit_code == ExitStatus.NOT_FOUND
     assert "nothing may be mounted over /usr" in done.output
     assert not (tmp_path / "x").exists()
 
 
-def test_image_without_a_name_is_refused(site: Site, tree: Path) -> None:
+def test_pack_without_an_output_name_exits_with_usage(site: Site, tree: Path) -> None:
     assert site.run("pack", str(tree)).exit_code == ExitStatus.USAGE
 
 
-def test_image_on_lustre_is_spread_if_it_is_to_be_published(
+def test_packed_image_on_lustre_is_created_with_stripes_over_all_osts(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     lustre = tmp_path / "lustre"
@@ -202,7 +212,7 @@ def limit_memory(site: Site, limit: str) -> None:
         file.write_text(text)
 
 
-def test_mksquashfs_keeps_within_the_memory_and_the_processors_of_its_cgroup(
+def test_pack_limits_mksquashfs_to_the_memory_and_processors_of_its_cgroup(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     limit_memory(site, f"{300 << 20}\n")
@@ -217,7 +227,7 @@ def test_mksquashfs_keeps_within_the_memory_and_the_processors_of_its_cgroup(
 
 
 @pytest.mark.parametrize("version", ["4.3", ""])
-def test_mksquashfs_that_may_not_know_the_option_is_told_of_no_memory(
+def test_pack_omits_the_mem_option_for_an_old_or_unknown_mksquashfs(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path], version: str
 ) -> None:
     limit_memory(site, f"{300 << 20}\n")
@@ -229,7 +239,7 @@ def test_mksquashfs_that_may_not_know_the_option_is_told_of_no_memory(
     assert "-mem" not in asked.read_text()
 
 
-def test_mksquashfs_that_was_killed_is_said_to_have_lacked_memory(
+def test_pack_reports_a_killed_mksquashfs_as_probably_out_of_memory(
     site: Site, tree: Path, tmp_path: Path, programs: Callable[..., Path]
 ) -> None:
     programs(mksquashfs="kill -KILL $$")

@@ -65,7 +65,7 @@ def while_copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path],
         (["--stripes", "8", "--stripe-size", "4M"], "-c 8 -S 4M", "8 OSTs, in stripes of 4M"),
     ],
 )
-def test_lustre_target_is_made_with_layout(
+def test_publish_on_lustre_creates_the_file_with_the_requested_stripes(
     site: Site, programs: Callable[..., Path], options: list[str], asked_for: str, printed: str
 ) -> None:
     asked = programs(lfs=SETSTRIPE)
@@ -83,7 +83,7 @@ def test_lustre_target_is_made_with_layout(
 
 
 @pytest.mark.parametrize("script", [f"{SETSTRIPE}; exit 1", ": >/dev/null", None])
-def test_failing_or_missing_lfs_publishes_nothing(
+def test_publish_fails_and_leaves_no_file_if_lfs_fails_or_is_missing(
     site: Site, programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, script: str | None
 ) -> None:
     if script:
@@ -97,7 +97,7 @@ def test_failing_or_missing_lfs_publishes_nothing(
 
 
 @pytest.mark.parametrize("data", [DATA, b""])
-def test_target_without_lustre_is_a_plain_copy(
+def test_publish_outside_of_lustre_makes_a_plain_copy(
     site: Site, programs: Callable[..., Path], data: bytes
 ) -> None:
     asked = programs(lfs=SETSTRIPE)
@@ -109,7 +109,7 @@ def test_target_without_lustre_is_a_plain_copy(
 
 
 @pytest.mark.parametrize("changed", ["copy", "image"])
-def test_copy_unlike_its_image_is_not_published(
+def test_publish_fails_if_the_copy_or_the_image_changed_during_the_copy(
     site: Site, while_copying: Callable[[Callable[[Path], object]], None], changed: str
 ) -> None:
     source = site.image("a", DATA)
@@ -121,7 +121,7 @@ def test_copy_unlike_its_image_is_not_published(
     assert left(site) == []
 
 
-def test_link_in_the_place_of_the_unfinished_copy_is_not_followed(
+def test_publish_does_not_follow_a_link_that_replaced_the_unfinished_copy(
     site: Site, while_copying: Callable[[Callable[[Path], object]], None]
 ) -> None:
     """The folder's owner may put one there while root compares."""
@@ -141,7 +141,9 @@ def test_link_in_the_place_of_the_unfinished_copy_is_not_followed(
     assert left(site) == []
 
 
-def test_existing_file_is_replaced_only_by_force(site: Site, programs: Callable[..., Path]) -> None:
+def test_publish_replaces_an_existing_file_only_with_force(
+    site: Site, programs: Callable[..., Path]
+) -> None:
     asked = programs(lfs=SETSTRIPE)
     on_lustre(site, target(site))
     (target(site) / "a").write_bytes(b"of somebody")
@@ -155,7 +157,7 @@ def test_existing_file_is_replaced_only_by_force(site: Site, programs: Callable[
     assert (target(site) / "a").read_bytes() == DATA
 
 
-def test_file_made_meanwhile_is_not_replaced(
+def test_publish_does_not_replace_a_file_created_during_the_copy(
     site: Site, while_copying: Callable[[Callable[[Path], object]], None]
 ) -> None:
     while_copying(lambda part: (target(site) / "a").write_bytes(b"of somebody"))
@@ -165,7 +167,7 @@ def test_file_made_meanwhile_is_not_replaced(
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o4755])
-def test_mode_is_kept_and_nobody_else_reads_the_unfinished(
+def test_published_file_keeps_its_mode_and_is_private_until_complete(
     site: Site, while_copying: Callable[[Callable[[Path], object]], None], mode: int
 ) -> None:
     source = site.image("a", DATA)
@@ -181,7 +183,9 @@ def test_mode_is_kept_and_nobody_else_reads_the_unfinished(
     ("image", "folder"),
     [("fifo", "target"), ("target", "target"), ("none", "target"), ("lustre/a", "nowhere")],
 )
-def test_image_or_directory_that_is_none_is_refused(site: Site, image: str, folder: str) -> None:
+def test_publish_refuses_a_source_that_is_no_file_or_a_target_that_is_no_directory(
+    site: Site, image: str, folder: str
+) -> None:
     site.image("a")
     os.mkfifo(site.places.root / "fifo")
     root = site.places.root
@@ -195,7 +199,7 @@ ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("numbers", [ENDS[:1], ENDS[1:], ENDS])
-def test_publish_that_is_ended_leaves_nothing(
+def test_publish_ended_by_signals_leaves_no_file(
     site: Site,
     while_copying: Callable[[Callable[[Path], object]], None],
     numbers: tuple[signal.Signals, ...],
@@ -216,7 +220,7 @@ def test_publish_that_is_ended_leaves_nothing(
     assert left(site) == []
 
 
-def test_publish_goes_on_where_signals_are_ignored(
+def test_publish_continues_after_an_ignored_hangup_signal(
     site: Site, while_copying: Callable[[Callable[[Path], object]], None]
 ) -> None:
     """As with nohup."""

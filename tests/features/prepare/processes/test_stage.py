@@ -31,7 +31,7 @@ def results(site: Site, *args: str, code: int = 0) -> list[str]:
     return [one["result"] for one in site.json("stage", *args, code=code)["images"]]
 
 
-def test_image_is_copied_then_a_hit_and_nothing_is_leased(site: Site) -> None:
+def test_stage_copies_an_image_without_a_lease_and_then_has_a_hit(site: Site) -> None:
     paths = [site.image("a.sqsh"), site.image("b.sqsh", b"another")]
     assert results(site, *map(str, paths)) == ["copied", "copied"]
     assert len(site.keys()) == 2
@@ -43,13 +43,13 @@ def test_image_is_copied_then_a_hit_and_nothing_is_leased(site: Site) -> None:
     assert printed.startswith("1 of 1 image here\n")
 
 
-def test_hit_is_used_now(site: Site) -> None:
+def test_stage_of_a_cached_image_updates_its_use_time(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"), age=5000)
     results(site, str(site.lustre / "a.sqsh"))
     assert site.json("show", key)[0]["item"]["used"] == NOW
 
 
-def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) -> None:
+def test_stage_declines_bad_paths_and_copies_the_other_images(site: Site) -> None:
     good = site.image("a.sqsh")
     assert results(site, "/etc/hostname", "/nowhere", str(good), code=ExitStatus.NOT_FOUND) == [
         "declined",
@@ -58,7 +58,7 @@ def test_what_no_job_may_have_is_declined_and_the_others_are_copied(site: Site) 
     ]
 
 
-def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
+def test_stage_opens_the_image_as_the_user_given_by_the_user_option(site: Site) -> None:
     path = site.image("a.sqsh")
     path.chmod(0o600)
     done = site.json("stage", "--user", "nobody", str(path), code=ExitStatus.NOT_FOUND)
@@ -67,7 +67,9 @@ def test_image_is_opened_as_the_user_who_is_named(site: Site) -> None:
     assert site.run("stage", "--user", "nosuch", str(path)).exit_code == ExitStatus.USAGE
 
 
-def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_run_by_a_user_exits_with_permission_and_says_run_as_root(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = site.run("stage", str(site.lustre / "a.sqsh"))
     assert (done.exit_code, done.stderr) == (
@@ -77,7 +79,7 @@ def test_user_reads_that_it_takes_root(site: Site, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("by", ["enabled", "file", "doubt"])
-def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
+def test_stage_declines_on_a_switched_off_node_or_a_suspect_disk(site: Site, by: str) -> None:
     path = site.image("a.sqsh")
     if by == "enabled":
         site.configure(f"sources: [{site.places.root}]\nenabled: false\n")
@@ -92,7 +94,7 @@ def test_node_that_serves_no_job_stages_nothing(site: Site, by: str) -> None:
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")
 
 
-def test_images_of_the_configuration_are_those_without_a_name(site: Site) -> None:
+def test_stage_without_arguments_copies_the_images_of_warm_at_boot(site: Site) -> None:
     path = site.image("a.sqsh")
     site.configure(f"sources: [{site.places.root}]\nredirect: spank\nwarm_at_boot: [{path}]\n")
     assert results(site) == ["copied"]
@@ -100,7 +102,7 @@ def test_images_of_the_configuration_are_those_without_a_name(site: Site) -> Non
     assert results(site) == []
 
 
-def test_copy_that_takes_longer_goes_on(site: Site) -> None:
+def test_stage_exits_at_its_time_limit_and_the_copy_continues(site: Site) -> None:
     config = f"sources: [{site.places.root}]\nredirect: spank\nchunk_size: 1M\nbandwidth: 2M\n"
     site.configure(config)
     path = site.image("a.sqsh", b"x" * (3 << 20))
@@ -111,7 +113,9 @@ def test_copy_that_takes_longer_goes_on(site: Site) -> None:
     until(lambda: lock.is_free(site.node.cache.key_lock(key)), "its end")
 
 
-def test_many_images_are_begun_a_few_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_runs_a_limited_number_of_copies_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stage, "AT_ONCE", 2)
     here, peak = 0, 0
 

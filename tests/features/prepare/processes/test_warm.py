@@ -65,14 +65,16 @@ def ignored(text: str) -> None:
 
 @given(st.lists(st.binary(min_size=1, max_size=20).map(lambda raw: raw.replace(b"\0", b"/")),
                 min_size=1, max_size=16, unique=True))  # fmt: skip
-def test_comment_any_image_name_is_read_back_by_prolog(names: list[bytes]) -> None:
+def test_warm_comment_with_any_image_name_is_parsed_back_to_the_same_paths(
+    names: list[bytes],
+) -> None:
     # One that ends with a slash is a directory, and no image.
     images = tuple(dict.fromkeys(os.fsdecode(b"/" + name + b".") for name in names))
     hints = parse_hints(warm.comment(WarmRequest(images, ("n1",), wait="10m")))
     assert (hints.paths, hints.wait, hints.problems) == (images, 600.0, ())
 
 
-def test_warm_three_nodes_runs_one_job_each(fake: Fake, tmp_path: Path) -> None:
+def test_warm_of_three_nodes_runs_one_srun_for_each_node(fake: Fake, tmp_path: Path) -> None:
     done = warm.warm(ORDER, fake(answers(ImageResult(IMAGE, "hit"))), Clock(), "token", ignored)
     assert (done.failed, [one.node for one in done.nodes]) == (0, ["n1", "n2", "n3"])
     assert len(asked(tmp_path)) == 3
@@ -82,7 +84,7 @@ def test_warm_three_nodes_runs_one_job_each(fake: Fake, tmp_path: Path) -> None:
             assert f" {word} " in line
 
 
-def test_warm_at_once_limits_running_jobs(fake: Fake, tmp_path: Path) -> None:
+def test_warm_runs_no_more_jobs_at_once_than_at_once_allows(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     number = f"cd {tmp_path}/here; mkdir $$; ls | wc -l >>../most; rmdir $$; "
     order = msgspec.structs.replace(ORDER, nodes=tuple(f"n{n}" for n in range(6)), at_once=1)
@@ -91,7 +93,7 @@ def test_warm_at_once_limits_running_jobs(fake: Fake, tmp_path: Path) -> None:
     assert (tmp_path / "most").read_text().split() == ["1"] * 6
 
 
-def test_command_options_reach_srun(site: Site, fake: Fake, tmp_path: Path) -> None:
+def test_warm_passes_its_options_to_srun(site: Site, fake: Fake, tmp_path: Path) -> None:
     fake(answers(ImageResult(IMAGE, "copied")))
     words = ["--partition", "gpu", "--reservation", "r", "--srun", "--account=lab", "--busy", "1m"]
     done = site.run("warm", IMAGE, "--nodes", "n1", *words)
@@ -106,7 +108,7 @@ def test_command_options_reach_srun(site: Site, fake: Fake, tmp_path: Path) -> N
     ("nodes", "images"),
     [("", 1), ("n[", 1), ("n[3-1]", 1), ("n1!n1", 1), ("n1", warm.MAX_IMAGES + 1)],
 )
-def test_no_node_or_more_images_than_a_hint_holds_start_no_job(
+def test_warm_with_bad_nodes_or_too_many_images_exits_with_usage_and_runs_no_srun(
     site: Site, fake: Fake, tmp_path: Path, nodes: str, images: int
 ) -> None:
     fake(answers(ImageResult(IMAGE, "hit")))
@@ -124,7 +126,7 @@ def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("result", ["copying", "declined", "failed", "unseen"])
-def test_command_one_node_without_image_fails(
+def test_warm_exits_with_not_found_if_one_node_lacks_an_image(
     site: Site, fake: Fake, result: job_images.Result
 ) -> None:
     good = ImageResult(IMAGE, "hit")
@@ -136,7 +138,7 @@ def test_command_one_node_without_image_fails(
     assert "no-room: it is full" in done.output
 
 
-def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> None:
+def test_warm_reports_the_first_error_line_of_a_failed_srun(site: Site, fake: Fake) -> None:
     error = "srun: error: Unable to allocate resources: Requested nodes are busy"
     later = "srun: error: something that follows from it"
     fake(f"echo '{error}' >&2; echo '{later}' >&2; exit 1")
@@ -149,12 +151,12 @@ def test_answer_of_failed_srun_has_its_first_error(site: Site, fake: Fake) -> No
 @pytest.mark.parametrize(
     "out", ["", "{}", '{"job": 1}', '{"forestage": "other", "job": 1, "images": []}', "\x00\x1b[2J"]
 )
-def test_answer_of_other_output_is_no_answer(out: str) -> None:
+def test_warm_treats_unknown_srun_output_as_no_answer(out: str) -> None:
     found = warm.answer("n1", run.ProcessResult(("srun",), 0, out, ""), 1.0)
     assert (found.is_warm, found.problem) == (False, "it ended with 0 and no answer")
 
 
-def test_progress_line_names_missing_nodes() -> None:
+def test_warm_progress_line_names_the_nodes_still_waited_for() -> None:
     done = {"n2": WarmNodeResult("n2", 1.0, 7, (ImageResult(IMAGE, "hit"),))}
     assert warm.progress_line(ORDER, done) == "1 of 3 nodes done; 1 hit; waiting for n1, n3"
 
@@ -174,7 +176,9 @@ def interrupt_when(happened: Callable[[], bool]) -> Callable[[str], None]:
     return progress
 
 
-def test_interrupt_cancels_jobs_and_waits_for_their_sruns(fake: Fake, tmp_path: Path) -> None:
+def test_interrupted_warm_cancels_its_jobs_and_waits_for_their_sruns(
+    fake: Fake, tmp_path: Path
+) -> None:
     """An srun that were killed would leave its job behind; scancel ends the job, and so srun."""
     pids = tmp_path / "pids"
     srun = f"echo $$ >>{pids}; while ! test -e {tmp_path}/cancelled; do sleep 0.02; done"
@@ -190,7 +194,7 @@ def test_interrupt_cancels_jobs_and_waits_for_their_sruns(fake: Fake, tmp_path: 
     assert not [pid for pid in pids.read_text().split() if Path("/proc", pid).exists()]
 
 
-def test_interrupt_before_srun_submits_cancels_its_job_too(
+def test_warm_interrupted_before_srun_submits_still_cancels_the_job(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first scancel finds no job yet."""
@@ -205,7 +209,7 @@ def test_interrupt_before_srun_submits_cancels_its_job_too(
     assert sum(line.startswith("scancel") for line in asked(tmp_path)) >= 2
 
 
-def test_interrupt_kills_srun_that_does_not_end(
+def test_interrupted_warm_kills_an_srun_that_does_not_end(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm, "CANCEL_TIMEOUT", 0.1)
@@ -218,7 +222,7 @@ def test_interrupt_kills_srun_that_does_not_end(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_closed_terminal_cancels_as_interrupt(
+def test_warm_cancels_its_jobs_on_sigterm_and_sighup(
     site: Site, fake: Fake, tmp_path: Path, number: int
 ) -> None:
     """Else srun would be killed with us, and its job go on."""
@@ -287,19 +291,19 @@ def event(
           event("prolog", 7, result="hit")], "hit", ""),
     ],
 )  # fmt: skip
-def test_events_of_job_and_copies_give_result(
+def test_job_images_status_is_derived_from_the_events_of_the_job_and_its_copies(
     log: list[EventRecord], result: str, reason: str
 ) -> None:
     (found,) = job_images.by_events(log, 7, [IMAGE])
     assert (found.result, found.reason) == (result, reason)
 
 
-def test_events_of_image_with_odd_name_are_found() -> None:
+def test_job_images_status_finds_events_of_a_name_with_a_newline() -> None:
     log = [event("prolog", 7, result="hit", request="/lustre/a\\nb")]
     assert job_images.by_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
 
 
-def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
+def test_warm_on_the_node_as_root_waits_for_a_copy_started_by_the_prolog(site: Site) -> None:
     source = site.image("a.sqsh", b"12345678")
     image, key = str(source), site.look(source).key
     site.part(source)
@@ -322,7 +326,9 @@ def test_root_waits_for_copy_that_prolog_left_under_way(site: Site) -> None:
 
 
 @pytest.mark.parametrize("published", [True, False])
-def test_copy_that_ended_without_event_is_looked_up(site: Site, published: bool) -> None:
+def test_warm_on_the_node_checks_the_cache_for_a_copy_without_an_end_event(
+    site: Site, published: bool
+) -> None:
     source = site.image("a.sqsh", b"12345678")
     key = site.publish(source) if published else site.look(source).key
     started = event("prolog", 7, result="started", request=str(source), image=str(source), key=key)
@@ -345,7 +351,7 @@ def alice(site: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[EventRecord]
     return lambda event: events.append_events(file, [event])
 
 
-def test_user_of_whom_nothing_is_recorded_gets_unseen(
+def test_warm_on_the_node_reports_unseen_to_a_user_without_events(
     site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     alice(event("prolog", 6, result="hit", request=IMAGE))
@@ -354,7 +360,7 @@ def test_user_of_whom_nothing_is_recorded_gets_unseen(
     assert "forestage explain 7" in found.detail
 
 
-def test_user_waits_for_the_end_of_a_copy_that_is_another_users(
+def test_warm_on_the_node_as_a_user_waits_for_another_users_copy(
     site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     """An image with an odd name is found; one that the job did not name has failed."""
@@ -369,7 +375,7 @@ def test_user_waits_for_the_end_of_a_copy_that_is_another_users(
     assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
 
 
-def test_user_waits_no_longer_than_an_hour_for_a_copy_that_was_killed(
+def test_warm_on_the_node_as_a_user_waits_at_most_an_hour_for_a_killed_copy(
     site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     alice(event("prolog", 7, result="started", request=IMAGE, key="a" * 32))
@@ -388,7 +394,7 @@ def test_user_waits_no_longer_than_an_hour_for_a_copy_that_was_killed(
     assert now >= warm_node.UNHEARD
 
 
-def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
+def test_warm_on_the_node_stops_waiting_if_no_copy_runs(site: Site) -> None:
     gone = JobImagesStatus((ImageResult(IMAGE, "failed", "copy"),), waits=True)
     asked = []
 
@@ -400,13 +406,13 @@ def test_copy_that_is_not_under_way_is_not_waited_for(site: Site) -> None:
     assert len(asked) == warm_node.TRIES
 
 
-def test_broken_configuration_is_an_answer(site: Site) -> None:
+def test_warm_on_the_node_reports_a_broken_configuration_as_failed(site: Site) -> None:
     site.configure("nonsense: 1\n")
     (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
     assert (found.result, found.reason) == ("failed", "config")
 
 
-def test_output_of_odd_names_is_one_line_that_warm_reads(
+def test_warm_on_the_node_prints_odd_names_on_one_line_that_warm_parses(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(warm_node, "NodePaths", lambda: site.places)

@@ -26,7 +26,7 @@ def shared(tmp_path: Path) -> Path:
     return folder
 
 
-def test_images_are_listed_the_upper_ones_first_with_their_label(shared: Path) -> None:
+def test_images_lists_upper_directories_first_with_size_owner_and_label(shared: Path) -> None:
     found = images.gather([str(shared)])
     assert names(found) == ["b.sqsh", "a.squashfs", "c.sqfs"]
     first = found.images[0]
@@ -34,7 +34,7 @@ def test_images_are_listed_the_upper_ones_first_with_their_label(shared: Path) -
     assert first.owner in ("root", str(os.getuid()), os.environ.get("USER", ""))
 
 
-def test_links_hidden_directories_and_what_is_too_deep_are_left_out(shared: Path) -> None:
+def test_images_skips_links_hidden_directories_and_files_too_deep(shared: Path) -> None:
     (shared / "link.sqsh").symlink_to(shared / "b.sqsh")
     (shared / "loop").symlink_to(shared)
     (shared / "folder.sqsh").mkdir()
@@ -47,14 +47,16 @@ def test_links_hidden_directories_and_what_is_too_deep_are_left_out(shared: Path
     assert names(images.gather([str(shared)])) == ["b.sqsh", "a.squashfs", "c.sqfs", "last.sqsh"]
 
 
-def test_look_is_bounded_and_says_so(shared: Path) -> None:
+def test_images_listing_stops_at_its_limit_and_is_marked_cut_off(shared: Path) -> None:
     found = images.gather([str(shared)], most=2)
     assert (names(found), found.cut_off) == (["b.sqsh"], True)
     assert not images.gather([str(shared)]).cut_off
 
 
 @pytest.mark.parametrize("label", ["fifo", "link", "escape", "long", "bytes"])
-def test_label_that_is_none_harms_nobody(shared: Path, label: str) -> None:
+def test_bad_label_file_of_an_image_gives_a_printable_or_empty_label(
+    shared: Path, label: str
+) -> None:
     file = shared / "b.sqsh.label"
     file.unlink()
     if label == "fifo":
@@ -70,13 +72,13 @@ def test_label_that_is_none_harms_nobody(shared: Path, label: str) -> None:
     assert bool(said) == (label not in ("fifo", "link"))
 
 
-def test_name_that_is_no_text_is_shown_escaped(shared: Path, site: Site) -> None:
+def test_images_escapes_a_name_that_is_not_utf_8(shared: Path, site: Site) -> None:
     (shared / os.fsdecode(b"\xff\x1b.sqsh")).touch()
     printed = site.json("images", str(shared))
     assert all(one["path"].isprintable() for one in printed["images"])
 
 
-def test_command_looks_below_the_sources_or_what_is_named(shared: Path, site: Site) -> None:
+def test_images_lists_below_the_given_directory_or_the_sources(shared: Path, site: Site) -> None:
     done = site.run("images", str(shared / "team"))
     assert done.exit_code == ExitStatus.OK, done.output
     assert "2 images below" in done.output

@@ -11,7 +11,7 @@ from forestage.features.prepare import tend
 from forestage.paths import NodePaths
 
 
-def test_copies_of_a_boot_are_a_part_until_all_images_were_here(tmp_path: Path) -> None:
+def test_tend_stages_warm_at_boot_until_all_images_are_cached(tmp_path: Path) -> None:
     places, config = NodePaths(tmp_path), Config(warm_at_boot=("/a",))
     warmed = tend.warmed_sign(places)
     (found,) = tend.each_minute(TendFacts(places, Clock(), config, False))
@@ -21,6 +21,8 @@ def test_copies_of_a_boot_are_a_part_until_all_images_were_here(tmp_path: Path) 
     assert [*tend.each_minute(TendFacts(places, Clock(), config, False))] == []
 
 
-def test_node_without_images_of_a_boot_or_without_jobs_has_no_part(tmp_path: Path) -> None:
+def test_tend_stages_nothing_without_warm_at_boot_or_on_a_host_that_is_no_node(
+    tmp_path: Path,
+) -> None:
     for config, apart in ((Config(), False), (None, False), (Config(warm_at_boot=("/a",)), True)):
         assert [*tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), config, apart))] == []

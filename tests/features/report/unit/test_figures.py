@@ -76,7 +76,7 @@ def of(user: str, outcome: Outcome, **changes: object) -> EventRecord:
     return msgspec.structs.replace(made, user=user)
 
 
-def test_saved_is_explains_for_each_user_image_partition_and_in_all() -> None:
+def test_report_sums_saved_time_for_each_user_image_partition_and_node() -> None:
     runs = (
         of("alice", hit(wait=1.0), baseline=10.0, redirect="spank"),
         of("alice", hit(wait=3.0, path="/lustre/b"), baseline=10.0, redirect="spank"),
@@ -100,7 +100,7 @@ def test_saved_is_explains_for_each_user_image_partition_and_in_all() -> None:
     assert tally.saved - tally.lost == found.all.saved, "as in the metrics"
 
 
-def test_first_step_of_the_companions_saves_though_its_prolog_began_the_copy() -> None:
+def test_report_counts_saved_time_of_a_step_whose_prolog_started_the_copy() -> None:
     """As `explain` shows it: the step found all of it here, and its copy was measured."""
     started = RequestOutcome("started", image=PATH, key=PATH, size=GIB, redirect="spank")
     step = hit(wait=0.5, redirect="spank")
@@ -109,7 +109,7 @@ def test_first_step_of_the_companions_saves_though_its_prolog_began_the_copy() -
     assert (found.all.saved, found.total.waited, found.total.hit) == (7.5, 1, 0)
 
 
-def test_reading_through_is_worth_the_time_until_the_copy_was_complete() -> None:
+def test_report_credits_read_through_with_the_time_until_the_copy_was_complete() -> None:
     through = RequestOutcome("through", image=PATH, key=PATH, size=GIB, redirect="spank")
     whole = copy(9.0)
     assert isinstance(whole, CopyOutcome)
@@ -129,7 +129,7 @@ def test_reading_through_is_worth_the_time_until_the_copy_was_complete() -> None
     assert (found.total.through, found.total.hit) == (4, 1)
 
 
-def test_nodes_to_look_at_come_first() -> None:
+def test_report_lists_failing_and_slow_nodes_first() -> None:
     found = reported(
         event("stager", copy(1.0), node="fast"),
         event("stager", copy(9.0), node="slow"),
@@ -141,7 +141,7 @@ def test_nodes_to_look_at_come_first() -> None:
     assert found.nodes[2].waits.most == pytest.approx(2.0, rel=0.021)
 
 
-def test_reasons_are_told_apart_by_whether_staging_was_tried() -> None:
+def test_report_separates_missed_deadlines_from_excluded_starts() -> None:
     found = reported(event("prolog", MISSED), event("prolog", RULE, job=8))
     assert (found.original, found.excluded) == ({"deadline": 1}, {"registry": 1})
     assert (found.total.original, found.total.excluded) == (1, 1)
@@ -186,7 +186,7 @@ MINE = RequestOutcome("copied", image=PATH, key=PATH, size=GIB, redirect="mounte
     ],
     ids=lambda case: case.why,
 )
-def test_start_is_counted_as_what_it_was(case: Counted) -> None:
+def test_report_classifies_each_start_by_its_outcomes_as_the_tally_does(case: Counted) -> None:
     found = reported(*(event(hook, outcome) for hook, outcome in case.runs))
     kinds = ("hit", "joined", "through", "waited", "shared", "original", "excluded")
     assert [kind for kind in kinds if getattr(found.total, kind)] == case.starts.split()
@@ -198,7 +198,7 @@ def test_start_is_counted_as_what_it_was(case: Counted) -> None:
     assert tally.hit_ratio == case.ratio, "as in `status`, and in the metrics"
 
 
-def test_estimate_is_time_of_copies_less_all_waiting() -> None:
+def test_report_estimate_is_the_hits_copy_time_minus_all_waiting() -> None:
     found = reported(
         event("stager", copy(10.0)),
         event("prolog", msgspec.structs.replace(MINE, wait=10.0)),
@@ -220,12 +220,12 @@ def test_estimate_is_time_of_copies_less_all_waiting() -> None:
     ],
     ids=["none", "resumed", "failed"],
 )
-def test_logs_without_whole_copy_have_no_estimate(useless: Outcome | None) -> None:
+def test_report_has_no_estimate_without_a_complete_copy(useless: Outcome | None) -> None:
     copies = [event("stager", useless)] if useless else []
     assert reported(*copies, event("prolog", hit())).estimate is None
 
 
-def test_data_is_told_from_images() -> None:
+def test_report_lists_data_and_images_with_their_kind() -> None:
     directory = RequestOutcome(
         "hit", image="/lustre/set", key="s", size=GIB, redirect="spank", data=True
     )
@@ -234,12 +234,12 @@ def test_data_is_told_from_images() -> None:
     assert found.total.hit == 2
 
 
-def test_job_on_two_nodes_is_two_starts() -> None:
+def test_report_counts_a_job_on_two_nodes_as_two_starts() -> None:
     found = reported(event("prolog", MINE), event("prolog", MINE, node="n2"))
     assert (found.total.cold, len(found.nodes)) == (2, 2)
 
 
-def test_event_that_names_no_node_is_of_the_logs_latest() -> None:
+def test_event_without_a_node_is_assigned_to_the_latest_node_of_its_log() -> None:
     found = reported(
         event("prolog", hit()), event("verify", BadEntryOutcome("bad"), job=0, node="")
     )
@@ -249,7 +249,7 @@ def test_event_that_names_no_node_is_of_the_logs_latest() -> None:
 # --- which events count
 
 
-def test_window_contains_its_beginning_and_not_its_end() -> None:
+def test_report_window_includes_its_start_and_excludes_its_end() -> None:
     window = reports.TimeWindow(THEN, THEN + 60)
     found = reported(
         *(event("prolog", hit(), at, job=int(at) + 99) for at in (-1, 0, 59, 60)), window=window
@@ -257,7 +257,7 @@ def test_window_contains_its_beginning_and_not_its_end() -> None:
     assert (found.total.hit, found.outside_window, found.events) == (2, 2, 2)
 
 
-def test_step_after_prolog_before_window_is_no_start() -> None:
+def test_step_whose_prolog_was_before_the_window_counts_as_no_start() -> None:
     runs = (event("prolog", MINE, at=-5), event("step", hit(redirect="kept"), at=5))
     found = reported(*runs, window=reports.TimeWindow(since=THEN))
     assert found.total.tried + found.total.excluded == 0
@@ -265,7 +265,9 @@ def test_step_after_prolog_before_window_is_no_start() -> None:
 
 
 @pytest.mark.parametrize("time", [0.0, 86400.0, NOW + 2 * DAY, 9e15, 1e300, -5.0])
-def test_impossible_time_makes_no_start_and_no_period(time: float) -> None:
+def test_event_with_an_impossible_time_is_counted_apart_from_starts_and_periods(
+    time: float,
+) -> None:
     wrong = msgspec.structs.replace(event("prolog", hit(), job=8), time=time)
     found = reported(event("prolog", hit()), wrong)
     assert (found.impossible_time, found.total.hit) == (1, 1)
@@ -277,7 +279,9 @@ def test_impossible_time_makes_no_start_and_no_period(time: float) -> None:
 
 @given(st.lists(st.floats(1e-4, 1e8), min_size=1, max_size=60))
 @settings(max_examples=60)
-def test_median_and_percentile_are_at_most_two_percent_too_high(waits: list[float]) -> None:
+def test_reported_median_and_percentile_waits_are_at_most_two_percent_too_high(
+    waits: list[float],
+) -> None:
     found = reported(*(event("prolog", hit(wait=wait), job=n) for n, wait in enumerate(waits)))
     ordered = sorted(waits)
     most = ordered[math.ceil(0.95 * len(waits)) - 1]
@@ -292,7 +296,9 @@ def test_median_and_percentile_are_at_most_two_percent_too_high(waits: list[floa
 
 @given(st.integers(0, 6 * 364 * DAY), st.integers(-56, 56), st.integers(0, 7 * DAY))
 @settings(max_examples=60)
-def test_periods_are_few_and_contain_every_start_once(span: int, zone: int, first: int) -> None:
+def test_report_periods_are_limited_in_number_and_contain_every_start_once(
+    span: int, zone: int, first: int
+) -> None:
     begin = 1_580_000_000.0 + first
     times = (begin, begin + span, begin + span)
     runs = [
@@ -308,7 +314,7 @@ def test_periods_are_few_and_contain_every_start_once(span: int, zone: int, firs
 
 
 @pytest.mark.parametrize("offset", [0, 2 * HOUR, -5 * HOUR, 5 * HOUR + 1800])
-def test_days_begin_at_local_midnight_and_weeks_on_monday(offset: int) -> None:
+def test_report_periods_begin_at_local_midnight_and_weeks_on_monday(offset: int) -> None:
     def first_start(days: int) -> str:
         runs = [event("prolog", hit(), -n * DAY, job=n) for n in range(days)]
         start = reported(*runs, offset=offset).periods[0].start
@@ -318,7 +324,7 @@ def test_days_begin_at_local_midnight_and_weeks_on_monday(offset: int) -> None:
     assert first_start(200) == "Monday 00:00"
 
 
-def test_no_event_is_a_report_without_figures() -> None:
+def test_report_without_events_has_no_ratio_savings_or_periods() -> None:
     found = reported()
     assert (found.hit_ratio, found.all.saved, found.periods, found.first) == (None, None, (), None)
     assert json.loads(reports.as_json(found))["events"] == 0
@@ -347,7 +353,7 @@ def as_report(world: CommandContext, *words: str | Path, given: bytes = b"") -> 
     return msgspec.json.decode(done.stdout, type=SavingsReport)
 
 
-def test_damaged_lines_are_counted_and_skipped(world: CommandContext, tmp_path: Path) -> None:
+def test_report_counts_and_skips_damaged_log_lines(world: CommandContext, tmp_path: Path) -> None:
     good = [lines(event("prolog", hit(), n, job=n)) for n in range(3)]
     damage = (b"{}\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b"\n", b'{"time": 1')
     (tmp_path / "log").write_bytes(
@@ -357,7 +363,7 @@ def test_damaged_lines_are_counted_and_skipped(world: CommandContext, tmp_path: 
     assert (found.logs.damaged_lines, found.total.hit) == (5, 3)
 
 
-def test_log_named_twice_counts_once(world: CommandContext, tmp_path: Path) -> None:
+def test_report_counts_a_log_given_twice_once(world: CommandContext, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "c").write_bytes((tmp_path / "a").read_bytes())
@@ -366,7 +372,9 @@ def test_log_named_twice_counts_once(world: CommandContext, tmp_path: Path) -> N
     assert as_report(world, "-", given=(tmp_path / "a").read_bytes()).total.hit == 1
 
 
-def test_rotated_log_is_read_before_current_one(world: CommandContext, tmp_path: Path) -> None:
+def test_report_reads_the_rotated_log_before_the_current_log(
+    world: CommandContext, tmp_path: Path
+) -> None:
     """Otherwise a step whose Prolog is in the rotated log would be a second start."""
     (tmp_path / "n.jsonl.1").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "n.jsonl").write_bytes(lines(event("step", hit(redirect="kept"))))
@@ -374,7 +382,7 @@ def test_rotated_log_is_read_before_current_one(world: CommandContext, tmp_path:
     assert (found.logs.logs, found.total.hit) == (2, 1)
 
 
-def test_command_without_logs_reads_this_nodes(world: CommandContext) -> None:
+def test_report_without_arguments_reads_this_nodes_logs(world: CommandContext) -> None:
     assert as_report(world).logs.logs == 0
     log = world.places.events
     log.parent.mkdir(parents=True)
@@ -384,7 +392,9 @@ def test_command_without_logs_reads_this_nodes(world: CommandContext) -> None:
     assert (found.logs.logs, found.total.hit) == (2, 2)
 
 
-def test_missing_log_ends_command_without_page(world: CommandContext, tmp_path: Path) -> None:
+def test_report_of_a_missing_log_exits_with_not_found_and_writes_no_page(
+    world: CommandContext, tmp_path: Path
+) -> None:
     done = ran(world, tmp_path / "none", "-o", tmp_path / "page")
     assert done.exit_code == ExitStatus.NOT_FOUND
     assert not (tmp_path / "page").exists()
@@ -400,7 +410,7 @@ def test_missing_log_ends_command_without_page(world: CommandContext, tmp_path: 
         ("2027-01-14T02:00:00+02:00", 1),
     ],
 )
-def test_since_is_date_or_age(
+def test_report_since_accepts_a_date_or_an_age(
     world: CommandContext, tmp_path: Path, since: str, starts: int
 ) -> None:
     late = event("prolog", hit(), at=9 * DAY, job=8)
@@ -419,17 +429,19 @@ def test_since_is_date_or_age(
         ("--since", "1d", "--until", "2d"),
     ],
 )
-def test_ambiguous_time_is_refused(world: CommandContext, words: tuple[str, ...]) -> None:
+def test_report_refuses_an_ambiguous_or_impossible_time_range(
+    world: CommandContext, words: tuple[str, ...]
+) -> None:
     assert ran(world, "--json", *words).exit_code == ExitStatus.USAGE
 
 
-def test_age_without_a_unit_is_told_its_units(world: CommandContext) -> None:
+def test_report_since_without_a_unit_exits_with_the_known_units(world: CommandContext) -> None:
     done = ran(world, "--since", "7")
     assert done.exit_code == ExitStatus.USAGE
     assert "7 has no unit: 7d is days, 7h hours ago" in done.output
 
 
-def test_report_is_text_unless_a_file_or_json_is_asked_for(
+def test_report_prints_text_unless_output_or_json_is_given(
     world: CommandContext, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -447,13 +459,15 @@ def test_report_is_text_unless_a_file_or_json_is_asked_for(
     assert ran(world, log, "-o", "-").stdout.startswith("<!DOCTYPE html>")
 
 
-def test_folder_that_is_not_there_is_named(world: CommandContext, tmp_path: Path) -> None:
+def test_report_names_the_missing_folder_of_its_output_file(
+    world: CommandContext, tmp_path: Path
+) -> None:
     done = ran(world, "-o", tmp_path / "none/r.html")
     assert done.exit_code == ExitStatus.NOT_FOUND
     assert f"{tmp_path}/none is not there" in done.output
 
 
-def test_output_replaces_files_and_not_links_or_devices(
+def test_report_output_replaces_a_file_but_writes_through_a_link_or_fifo(
     world: CommandContext, tmp_path: Path
 ) -> None:
     page, link, pipe = tmp_path / "page.html", tmp_path / "link", tmp_path / "pipe"

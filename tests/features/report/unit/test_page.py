@@ -92,7 +92,7 @@ def plain(tmp_path: Path) -> bytes:
     return page(tmp_path, sample(PLAIN))
 
 
-def test_hostile_names_are_text(tmp_path: Path, plain: bytes) -> None:
+def test_report_page_escapes_hostile_image_names(tmp_path: Path, plain: bytes) -> None:
     hostile = Page(page(tmp_path, sample(HOSTILE)))
     known = {name for name, _ in Page(plain).attributes}
     assert set(hostile.names) <= set(Page(plain).names)
@@ -105,7 +105,7 @@ def test_hostile_names_are_text(tmp_path: Path, plain: bytes) -> None:
     assert "\\x00\\x1b[31m\\u202egnp.sqsh" in hostile.text
 
 
-def test_page_runs_nothing_and_fetches_nothing(plain: bytes) -> None:
+def test_report_page_has_no_scripts_and_no_external_resources(plain: bytes) -> None:
     parsed = Page(plain)
     assert not {"script", "link", "img", "iframe", "object", "a", "use"} & set(parsed.names)
     assert not {"src", "href", "xlink:href", "srcset", "background"} & set(dict(parsed.attributes))
@@ -115,7 +115,7 @@ def test_page_runs_nothing_and_fetches_nothing(plain: bytes) -> None:
     assert "default-src 'none'; style-src 'unsafe-inline'" in parsed.values("content")
 
 
-def test_plot_has_its_own_name_and_description_and_bars_inside(plain: bytes) -> None:
+def test_report_plots_have_unique_labels_and_bars_within_their_frame(plain: bytes) -> None:
     parsed = Page(plain)
     ids, labels = parsed.values("id"), parsed.values("aria-labelledby")
     assert len(ids) == len(set(ids))
@@ -127,7 +127,7 @@ def test_plot_has_its_own_name_and_description_and_bars_inside(plain: bytes) -> 
     assert all(float(y) >= 0 and float(y) + float(tall) <= 100.02 for y, tall in boxes)
 
 
-def test_damage_is_shown_before_the_plots(tmp_path: Path, plain: bytes) -> None:
+def test_report_page_mentions_damaged_lines_above_the_plots(tmp_path: Path, plain: bytes) -> None:
     impossible = msgspec.structs.replace(event("prolog", 1, RequestOutcome("hit")), time=1.0)
     events = [*sample(PLAIN), impossible]
     damaged = Page(page(tmp_path, events, b"{}", b"\xff", b"[")).text
@@ -137,7 +137,7 @@ def test_damage_is_shown_before_the_plots(tmp_path: Path, plain: bytes) -> None:
     assert "could not be read" not in Page(plain).text
 
 
-def test_page_without_events_is_complete(tmp_path: Path) -> None:
+def test_report_page_without_events_says_so_and_has_no_plot(tmp_path: Path) -> None:
     parsed = Page(page(tmp_path, []))
     assert "no events" in parsed.text
     assert "svg" not in parsed.names
@@ -160,12 +160,12 @@ def test_page_without_events_is_complete(tmp_path: Path) -> None:
         (fmt.plural(1200, "copy", "copies"), "1,200 copies"),
     ],
 )
-def test_number_is_shown_no_better_than_it_is(shown: str, expected: str) -> None:
+def test_report_numbers_are_rounded_without_exaggeration(shown: str, expected: str) -> None:
     assert shown == expected
 
 
 @given(st.integers(0, 10**15))
-def test_scale_covers_its_values(largest: int) -> None:
+def test_plot_scale_covers_the_largest_value_without_excess(largest: int) -> None:
     for top in (count_scale(largest), size_scale(largest)):
         assert top >= max(largest, 1)
         assert top <= max(2, largest * 5)
