@@ -39,9 +39,7 @@ def test_prefetch_record_drops_an_inspection_that_the_list_no_longer_names() -> 
     assert found.naming(named, late).looks == (ImageInspection("/b", 7, 0.0, 0.0),)
 
 
-def test_prefetch_record_keeps_a_failed_inspection_for_a_while_after_the_list_dropped_its_image() -> (
-    None
-):
+def test_prefetch_record_keeps_a_failed_inspection_for_a_while_without_its_list_row() -> None:
     found = PrefetchRecord().with_look(LOOK)
     assert found.naming([], LOOK.at + FORGET - 1) == found
     assert found.naming([], LOOK.at - 1) == PrefetchRecord(), "the clock was set back"
