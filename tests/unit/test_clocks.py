@@ -54,7 +54,7 @@ def sites() -> set[str]:
     return found - {"clock.Clock.wall"}
 
 
-def test_every_place_that_reads_a_time_is_in_the_list_of_clocks() -> None:
+def test_every_function_that_reads_a_time_is_listed_in_clocks_md() -> None:
     """One that is new gets a row: what is compared, whose clocks those are, what a step does."""
     listed = set(PLACE.findall((REPO / "docs/clocks.md").read_text()))
     assert sites() - listed == set()
@@ -77,5 +77,5 @@ def test_every_place_that_reads_a_time_is_in_the_list_of_clocks() -> None:
         ("def a():\n    return time.monotonic() + clock.monotonic()", set()),
     ],
 )
-def test_function_that_reads_a_time_is_found(code: str, found: set[str]) -> None:
+def test_clock_scan_finds_functions_that_read_a_time(code: str, found: set[str]) -> None:
     assert set(readers(ast.parse(code))) == found

@@ -76,7 +76,7 @@ def spoilt(draw: st.DrawFn) -> tuple[type[msgspec.Struct], bytes]:
     max_examples=120 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_any_bytes_are_a_record_or_damage(
+def test_any_bytes_load_as_a_record_or_raise_damaged_record(
     tmp_path: Path, found: tuple[type[msgspec.Struct], bytes]
 ) -> None:
     of, data = found
@@ -100,7 +100,7 @@ def test_any_bytes_are_a_record_or_damage(
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
-def test_chunks_of_no_length_are_damage_and_no_division_by_zero(tmp_path: Path, chunk: int) -> None:
+def test_part_record_with_chunk_length_zero_counts_as_damaged(tmp_path: Path, chunk: int) -> None:
     part = Part(tmp_path)
     part.write_owner(msgspec.structs.replace(RECORDS[1], chunk=chunk))  # type: ignore[arg-type]
     assert part.owner() is None
@@ -111,7 +111,9 @@ def test_chunks_of_no_length_are_damage_and_no_division_by_zero(tmp_path: Path, 
     max_examples=30 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> None:
+def test_garbage_in_the_event_log_hides_no_later_event(
+    tmp_path: Path, garbage: list[bytes]
+) -> None:
     from forestage import events
 
     file = tmp_path / "events.jsonl"
@@ -131,7 +133,7 @@ def test_garbage_hides_no_later_event(tmp_path: Path, garbage: list[bytes]) -> N
         *((one, OSError) for one in (errno.EMFILE, errno.ENOMEM, errno.EACCES)),
     ],
 )
-def test_block_that_cannot_be_read_is_damage_but_a_node_in_need_is_not(
+def test_unreadable_block_of_a_record_is_damage_but_a_lack_of_resources_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
 ) -> None:
     """Damage is evicted first: a hook that ran out of descriptors must not evict anything."""
@@ -155,7 +157,7 @@ def _fifo_with_writer(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo, _fifo_with_writer])
-def test_record_that_is_no_regular_file_is_damage_and_no_wait(
+def test_record_that_is_no_regular_file_is_damage_and_does_not_block(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "record")
@@ -163,7 +165,7 @@ def test_record_that_is_no_regular_file_is_damage_and_no_wait(
         records.load(tmp_path / "record", Lease)
 
 
-def test_image_that_is_none_is_no_entry(
+def test_entry_whose_image_is_a_symlink_is_not_read(
     cache: Cache, publish: Callable[[SourceImage], Entry]
 ) -> None:
     """A link has a size as well, and may lead anywhere."""
@@ -187,7 +189,7 @@ SIZE = 2 * CHUNK + 5
     max_examples=15 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_resumed_copy_believes_only_what_the_bytes_prove(
+def test_resumed_copy_keeps_only_chunks_whose_digest_matches(
     tmp_path: Path, told: list[str], tail: bytes
 ) -> None:
     part = Part(tmp_path)
@@ -208,7 +210,7 @@ def test_resumed_copy_believes_only_what_the_bytes_prove(
     assert struck == sum(was != now for was, now in zip(before, after, strict=True))
 
 
-def test_copy_that_is_too_short_is_believed_in_nothing(tmp_path: Path) -> None:
+def test_resumed_copy_of_a_too_short_part_keeps_no_chunk(tmp_path: Path) -> None:
     part = Part(tmp_path)
     part.image.write_bytes(b"y" * CHUNK)
     part.map.write_bytes(digest.digest_chunk(b"y" * CHUNK) * 3)

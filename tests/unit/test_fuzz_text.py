@@ -33,7 +33,7 @@ from properties import MORE, TEXT
 @given(TEXT, TEXT, TEXT, TEXT, TEXT)
 @example("", "./a", "", "/b\nc", "stage=/\udcff\n")
 @hypothesis_settings(max_examples=100 * MORE)
-def test_any_text_of_a_user_is_one_line_and_one_event(
+def test_any_users_text_becomes_one_log_line_with_one_result_per_request(
     comment: str, option: str, saves: str, work_dir: str, words: str
 ) -> None:
     environ = {
@@ -82,7 +82,7 @@ def _fields(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["a\nprolog job=1 result=hit", 'a" copied=1', "\x1b[2J"])
-def test_stagers_progress_is_one_line_whatever_the_file_is_called(
+def test_progress_line_of_a_stager_is_one_line_whatever_the_file_name(
     staging_node: Node, asking: Job, make_image: Callable[..., SourceImage], me: User, name: str
 ) -> None:
     wanted = make_image(path=f"/lustre/{name}")
@@ -122,7 +122,9 @@ VALUE = st.recursive(
 @example("cache", "/a #b")
 @example("sources", ["/a,b", "/c]", "/d: e"])
 @hypothesis_settings(max_examples=150 * MORE)
-def test_any_value_is_refused_or_shown_as_it_is_read(name: str, raw: object) -> None:
+def test_any_configuration_value_is_refused_or_shown_in_a_form_that_reads_back(
+    name: str, raw: object
+) -> None:
     key = config.KEYS[name]
     try:
         value = key.read(raw)
@@ -155,7 +157,9 @@ LINES = st.lists(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     max_examples=150 * MORE,
 )
-def test_any_file_is_settings_or_a_config_error(tmp_path: Path, text: str | bytes) -> None:
+def test_any_configuration_file_loads_or_raises_config_error(
+    tmp_path: Path, text: str | bytes
+) -> None:
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     (tmp_path / "forestage.yaml").write_bytes(raw)
     try:

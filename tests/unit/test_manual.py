@@ -25,7 +25,7 @@ DOCS = (
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.[0-9]")), ids=lambda page: page.name)
-def test_page_has_only_known_requests(page: Path) -> None:
+def test_man_page_uses_only_known_roff_requests(page: Path) -> None:
     """A line of text that begins with a dot or a quote would be taken for a request."""
     known = {"TH", "SH", "SS", "TP", "IP", "PP", "B", "I", "BR", "RB", "IR", "RI", "BI", "IB"}
     known |= {"EX", "EE", "in", "br", "nf", "fi", "RS", "RE", '\\"'}
@@ -43,7 +43,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(REPO)))
-def test_command_in_the_documents_exists(page: Path) -> None:
+def test_command_and_option_named_in_the_documents_exist(page: Path) -> None:
     for words in commands(page.read_text()):
         if not words or words[0] == "step" or not re.fullmatch(r"[a-z][a-z-]*", words[0]):
             continue  # a sentence, or what the companion runs
@@ -69,7 +69,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(REPO)))
-def test_link_in_the_documents_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_link_in_the_documents_leads_to_an_existing_file_and_heading(page: Path) -> None:
     for name, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         if "://" in name:
             continue
@@ -78,7 +78,7 @@ def test_link_in_the_documents_leads_to_a_file_and_a_heading(page: Path) -> None
         assert not anchor or anchor in anchors(target), (name, anchor)
 
 
-def test_link_to_a_heading_that_is_there_twice_has_a_number(tmp_path: Path) -> None:
+def test_anchor_of_a_repeated_heading_has_a_number(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# `a: b`, and [c](d.md)\n\n## What\n\n## What\n")
     assert anchors(page) == {"a-b-and-c", "what", "what-1"}
@@ -154,7 +154,7 @@ def leads_to(name: str, beside: str = "") -> Path | None:
     return next((one for base in bases if (one := REPO / base / name).is_file()), None)
 
 
-def test_file_of_ours_that_a_source_names_is_there() -> None:
+def test_repository_file_named_in_a_source_exists() -> None:
     named = re.compile(r"(?<![\w/.${}*-])((?:[a-z_]+/)+\w+\.py|(?:src/)?spank/\w+\.[ch])\b")
     outside = {"slurm/spank.h"}
     found = [(file, name) for file, text in texts() for name in named.findall(text)]
@@ -163,7 +163,7 @@ def test_file_of_ours_that_a_source_names_is_there() -> None:
         assert name in outside or leads_to(name, file), f"{file} names {name}"
 
 
-def test_test_that_a_source_names_knows_of_it() -> None:
+def test_test_file_named_in_a_source_names_the_source_too() -> None:
     """As what compares a generated file with the program that makes it."""
     for file, text in texts():
         if file == "src/forestage/features/__init__.py":
@@ -198,7 +198,7 @@ def unmarked(text: str) -> list[str]:
     return bad
 
 
-def test_block_of_the_sites_page_says_which_test_runs_it_or_why_none_does() -> None:
+def test_each_code_block_of_sites_md_names_the_test_that_runs_the_block_or_why_none_does() -> None:
     assert unmarked((REPO / "docs/sites.md").read_text()) == []
 
 
@@ -211,5 +211,5 @@ def test_block_of_the_sites_page_says_which_test_runs_it_or_why_none_does() -> N
         ("<!-- run by slurm/test_check.py -->\n```sh\ntrue\n```\n", ["true\n"]),
     ],
 )
-def test_block_without_a_mark_is_found(text: str, bad: list[str]) -> None:
+def test_code_block_without_a_mark_is_reported(text: str, bad: list[str]) -> None:
     assert unmarked(text) == bad

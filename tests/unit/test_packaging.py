@@ -85,7 +85,7 @@ def test_wheels_that_bring_different_files_of_one_name_are_refused(tmp_path: Pat
         unpack(wheel(tmp_path / "b.whl", **{"x/__init__.py": "two"}), tmp_path / "site")
 
 
-def test_packages_name_the_pythons_that_they_serve() -> None:
+def test_deb_and_rpm_packages_depend_on_the_supported_pythons() -> None:
     """In their dependencies, and where postinstall looks for one."""
     first, last = PYTHONS[0], PYTHONS[-1]
     beyond = f"3.{int(last.removeprefix('3.')) + 1}"
@@ -100,7 +100,7 @@ def test_packages_name_the_pythons_that_they_serve() -> None:
     assert project["tool"]["mypy"]["python_version"] == first
 
 
-def test_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
+def test_hooks_named_in_slurm_conf_are_created_by_postinstall_and_survive_removal() -> None:
     """They would go with it, and a Prolog that is missing drains its node."""
     directory = str(NodePaths().prolog.parent)
     assert directory == "/usr/libexec/forestage"
@@ -110,7 +110,7 @@ def test_hooks_that_slurm_names_are_no_files_of_the_package() -> None:
     assert not re.search(rf"rm .*{directory}", _commands("postremove") + _commands("preremove"))
 
 
-def test_upgrade_switches_on_what_it_switched_off() -> None:
+def test_upgrade_switches_forestage_on_again_after_switching_off() -> None:
     scripts = _commands("preinstall") + _commands("preremove")
     said = re.findall(r'echo "(forestage [^"]+)" >/run', scripts)
     pattern = re.search(r"grep -qxE '([^']+)'", _commands("postinstall"))
@@ -126,14 +126,14 @@ def _commands(script: str) -> str:
     return "\n".join(x for x in lines if not re.match(r'\s*(#|echo "[^"]*"$)', x))
 
 
-def test_users_find_the_command() -> None:
+def test_command_is_linked_into_the_users_path() -> None:
     """pack, publish and warm are for them; sbin is not in a Debian user's PATH."""
     contents = yaml.safe_load((PACKAGING / "nfpm.yaml").read_text())["contents"]
     (link,) = [one["dst"] for one in contents if one.get("type") == "symlink"]
     assert link == "/usr/bin/forestage"
 
 
-def test_file_that_the_documents_name_is_installed() -> None:
+def test_file_that_operations_md_names_is_installed_by_the_package() -> None:
     """Units, alerts and the dashboard: who has the package has no checkout to copy from."""
     said = (REPO / "docs/operations.md").read_text()
     named = re.findall(r"/usr/share/forestage/([\w./]+)", said)
@@ -143,7 +143,7 @@ def test_file_that_the_documents_name_is_installed() -> None:
     assert "packaging/" not in said
 
 
-def test_links_of_the_shipped_documents_lead_to_shipped_files() -> None:
+def test_links_in_packaged_documents_lead_to_packaged_files() -> None:
     """Below /usr/share/doc they are as in the checkout, less what is not shipped."""
     build = (PACKAGING / "build").read_text()
     (names,) = re.findall(r"for file in (README.*); do", build)
@@ -165,7 +165,7 @@ def test_links_of_the_shipped_documents_lead_to_shipped_files() -> None:
     [("health", "/usr/lib/forestage/bin/forestage-health"),
      ("nhc/forestage.nhc", "/usr/share/forestage/nhc/forestage.nhc")],
 )  # fmt: skip
-def test_health_check_lies_where_the_docs_say(file: str, installed: str) -> None:
+def test_health_check_is_installed_at_the_documented_path(file: str, installed: str) -> None:
     assert (PACKAGING / file).is_file()
     assert re.search(rf"packaging/{file}\"|[ =]{file}\b", (PACKAGING / "build").read_text())
     assert installed in (REPO / "docs/operations.md").read_text()

@@ -31,25 +31,25 @@ def values(name: str, service: str) -> list[str]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_command_of_the_service_exists_beside_the_hooks_interpreter(service: str) -> None:
+def test_service_units_command_exists_beside_the_hooks_interpreter(service: str) -> None:
     (start,) = values("ExecStart", service)
     program, command, *_ = start.split()
     assert command in main.commands
     assert str(Path(program).parent / "python3") in (REPOSITORY / "prolog/forestage").read_text()
 
 
-def test_service_of_each_minute_fills_no_journal_and_hides_no_error() -> None:
+def test_minute_service_logs_from_notice_on() -> None:
     """LogLevelMax= drops systemd's own lines as well; what the program says is at SyslogLevel=."""
     assert values("LogLevelMax", "forestage") == values("SyslogLevel", "forestage") == ["notice"]
 
 
-def test_services_that_see_redirects_have_no_mounts_of_their_own() -> None:
+def test_minute_service_has_no_mount_namespace_of_its_own() -> None:
     """What the sweep unmounts in a namespace of its own stays where jobs look."""
     assert OWN_MOUNTS.search("PrivateTmp=yes")
     assert not OWN_MOUNTS.search(unit("forestage.service"))
 
 
-def test_what_outlives_a_job_ends_with_no_unit() -> None:
+def test_hold_service_is_started_by_the_timer_and_never_kills_its_processes() -> None:
     """It may be a job's reads. The sweep's timer starts it, the packages restart it never."""
     assert "forestage-hold.service" in unit("forestage.timer").split("Wants=")[1]
     assert values("KillMode", "forestage-hold") == ["process"]
@@ -59,7 +59,7 @@ def test_what_outlives_a_job_ends_with_no_unit() -> None:
     assert not any("forestage-hold" in script.read_text() for script in scripts)
 
 
-def test_run_overlaps_no_other_and_ends_before_systemd_ends_it() -> None:
+def test_minute_service_ends_before_its_next_start_and_its_timeout() -> None:
     """A oneshot is not started again while it runs; room is to be made each minute."""
     assert values("Type", "forestage") == ["oneshot"]
     assert values("KillMode", "forestage") == ["process"]
@@ -76,20 +76,20 @@ def test_run_overlaps_no_other_and_ends_before_systemd_ends_it() -> None:
     )
 
 
-def test_service_of_each_minute_makes_no_part_nice() -> None:
+def test_minute_service_sets_neither_nice_nor_io_priority() -> None:
     """With nice 19 the kernel takes the lowest I/O priority, and room is to have that of any."""
     found = re.findall(r"^(Nice|IOWeight|IOScheduling\w+)=", unit("forestage.service"), re.M)
     assert found == []
 
 
-def test_minutes_work_waits_for_nothing_that_may_hang() -> None:
+def test_minute_service_depends_on_local_fs_target_only() -> None:
     """Neither for munge, nor for slurmd, which asks slurmctld, nor for mounts."""
     assert re.findall(r"^(?:After|Wants|Requires)=(.*)$", unit("forestage.service"), re.M) == [
         "local-fs.target"
     ]
 
 
-def test_directory_of_the_hooks_cannot_be_listed_by_users() -> None:
+def test_tmpfiles_conf_makes_run_directories_unlistable_for_users() -> None:
     tmpfiles = (UNITS.parent / "tmpfiles.d/forestage.conf").read_text()
     assert re.findall(r"^(.) /run/forestage(\S*) (\d+)", tmpfiles, re.MULTILINE) == [
         ("d", "", "0711"),

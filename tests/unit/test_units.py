@@ -46,7 +46,7 @@ NO_NUMBER = [
         (str(MAX_SIZE), MAX_SIZE),
     ],
 )
-def test_size_prefix_is_binary(text: object, expected: int) -> None:
+def test_size_is_parsed_with_binary_prefixes(text: object, expected: int) -> None:
     assert parse_size(text) == expected
 
 
@@ -63,7 +63,7 @@ def test_size_prefix_is_binary(text: object, expected: int) -> None:
         ("250ms", 0.25),
     ],
 )
-def test_duration_is_in_seconds(text: object, expected: float) -> None:
+def test_duration_is_parsed_in_seconds(text: object, expected: float) -> None:
     assert parse_duration(text) == expected
     assert type(parse_duration(text)) is float
 
@@ -72,7 +72,7 @@ def test_duration_is_in_seconds(text: object, expected: float) -> None:
     ("text", "expected"),
     [("0%", 0), ("80%", 0.8), ("100%", 1), ("12.5%", 0.125), ("0.0001%", 1e-6)],
 )
-def test_share_is_from_0_to_1(text: str, expected: float) -> None:
+def test_percentage_is_parsed_as_a_share_from_0_to_1(text: str, expected: float) -> None:
     assert parse_share(text) == pytest.approx(expected, rel=1e-15)
 
 
@@ -86,7 +86,7 @@ def test_share_is_from_0_to_1(text: str, expected: float) -> None:
         ("500M", 10, 500 << 20),
     ],
 )
-def test_amount_of_total_is_in_bytes(text: str, total: int, expected: int) -> None:
+def test_size_or_share_of_a_total_is_in_bytes(text: str, total: int, expected: int) -> None:
     assert SizeOrShare.parse(text).of(total) == expected
 
 
@@ -106,7 +106,7 @@ NO_SHARE = ["80", 80, 0.8, "%", "80%%", "80 %", "-5%", "101%", "100.1%", "٨%", 
     ],
     ids=["size", "duration", "share", "amount"],
 )
-def test_value_of_no_clear_meaning_is_refused_in_words(
+def test_malformed_size_duration_or_share_is_refused_with_the_expected_form(
     parse: Callable[[object], object], expected: str, wrong: list[object]
 ) -> None:
     for value in (*NO_NUMBER, *wrong):
@@ -125,7 +125,7 @@ def test_value_of_no_clear_meaning_is_refused_in_words(
         (5000 << 50, "5000 PiB"),
     ],
 )
-def test_size_is_shown_short(size: int, expected: str) -> None:
+def test_size_is_formatted_with_few_digits(size: int, expected: str) -> None:
     assert format_size(size) == expected
 
 
@@ -142,11 +142,11 @@ def test_size_is_shown_short(size: int, expected: str) -> None:
         (86400 + 61, "1d1m1s"),
     ],
 )
-def test_duration_is_shown_short(seconds: float, expected: str) -> None:
+def test_duration_is_formatted_with_few_digits(seconds: float, expected: str) -> None:
     assert format_duration(seconds) == expected
 
 
-def test_rate_without_time_is_a_dash() -> None:
+def test_rate_is_formatted_per_second_and_as_a_dash_without_time() -> None:
     assert format_rate(3 << 30, 2) == "1.5 GiB/s"
     assert format_rate(3 << 30, 0) == "-"
 
@@ -164,7 +164,7 @@ def test_rate_without_time_is_a_dash() -> None:
         ({"secret": 1}, "a mapping"),
     ],
 )
-def test_quoted_value_is_short_and_on_one_line(value: object, expected: str) -> None:
+def test_quoted_configuration_value_is_short_and_on_one_line(value: object, expected: str) -> None:
     assert quote(value) == expected
 
 
@@ -180,7 +180,7 @@ def test_shown_duration_reads_back_nearly_the_same(seconds: float) -> None:
 
 
 @given(st.integers(0, 1_000_000), st.integers(0, MAX_SIZE))
-def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> None:
+def test_shown_size_or_share_reads_back_as_the_same_amount(millionths: int, size: int) -> None:
     share = SizeOrShare.parse(f"{millionths // 10000}.{millionths % 10000:04d}%")
     for amount in (share, SizeOrShare(size=size)):
         assert SizeOrShare.parse(str(amount)) == amount
@@ -199,11 +199,11 @@ def test_amount_reads_back_as_the_same_amount(millionths: int, size: int) -> Non
         (90.0, "1m30s"),
     ],
 )
-def test_users_read_tenths_of_a_second(seconds: float, expected: str) -> None:
+def test_seconds_for_users_are_formatted_in_tenths(seconds: float, expected: str) -> None:
     assert to_tenths(seconds) == expected
 
 
-def test_number_is_what_int_takes_in_any_case() -> None:
+def test_is_number_accepts_only_digits_that_int_accepts() -> None:
     assert not any(is_number(text) for text in NO_NUMBER if isinstance(text, str))
     numbers = ["0", "007", "4242", str(2**64 - 1)]
     assert all(is_number(text) and int(text) >= 0 for text in numbers)

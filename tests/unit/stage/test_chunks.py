@@ -145,7 +145,7 @@ def test_copy_has_all_bytes_at_every_border_of_blocks_and_chunks(
     st.booleans(),
     st.integers(1, 9),
 )
-def test_any_file_crosses_with_any_tuning(
+def test_any_file_is_copied_identically_with_any_threads_and_chunk_size(
     pair: Pair, tail: bytes, hole: int, direct: bool, threads: int
 ) -> None:
     os.truncate(pair.fd, 0)
@@ -175,7 +175,7 @@ def reads(monkeypatch: Patch) -> list[int]:
     return starts
 
 
-def test_holes_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> None:
+def test_holes_of_the_source_are_not_read_and_take_no_space(pair: Pair, reads: list[int]) -> None:
     size = 100 * CHUNK + 5
     os.truncate(pair.fd, size)
     os.pwrite(pair.fd, b"middle", 50 * CHUNK - 3)
@@ -192,7 +192,7 @@ FUSE = 0x65735546  # linux/magic.h
 
 
 @pytest.mark.parametrize("holes_of", ["all", "none", "the right ones"])
-def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
+def test_holes_of_a_fuse_source_are_read_and_their_zeros_take_no_space(
     pair: Pair, reads: list[int], monkeypatch: Patch, holes_of: str
 ) -> None:
     size = 100 * CHUNK + 5
@@ -212,9 +212,7 @@ def test_holes_of_another_file_system_are_read_and_their_zeros_take_no_space(
     assert {start // CHUNK for start in reads} == set(range(101))
 
 
-def test_file_with_all_its_blocks_is_never_looked_through_for_zeros(
-    pair: Pair, monkeypatch: Patch
-) -> None:
+def test_file_without_holes_is_not_scanned_for_zeros(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(3 * CHUNK)
     monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: FUSE)
     monkeypatch.setattr(reading, "is_zero", lambda _: pytest.fail("looked through"))
@@ -223,7 +221,7 @@ def test_file_with_all_its_blocks_is_never_looked_through_for_zeros(
     assert pair.copied == pair.path.read_bytes()
 
 
-def test_hole_shows_no_leftover_bytes_of_the_part(pair: Pair) -> None:
+def test_hole_of_the_source_overwrites_leftover_bytes_of_the_part(pair: Pair) -> None:
     """Bytes that the map does not know may be in a part; whatever they are, they are not ours."""
     os.truncate(pair.fd, 2 * CHUNK)
     pair.reserve()
@@ -236,7 +234,9 @@ Read = Callable[..., int]
 
 
 @pytest.mark.parametrize("cut", [0, BLOCK, CHUNK, CHUNK + 1, 2 * CHUNK - 1])
-def test_source_that_is_cut_short_has_a_true_map(pair: Pair, monkeypatch: Patch, cut: int) -> None:
+def test_copy_of_a_source_truncated_meanwhile_raises_and_leaves_a_true_map(
+    pair: Pair, monkeypatch: Patch, cut: int
+) -> None:
     pair.random(2 * CHUNK)
     pair.reserve()
     monkeypatch.setattr(allocation, "list_data_chunks", lambda *_: {0, 1})
@@ -273,7 +273,7 @@ def test_file_system_without_direct_writes_is_written_through_the_page_cache(
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_only_whole_blocks_pass_the_page_cache(
+def test_only_whole_blocks_are_written_with_direct_io(
     pair: Pair, monkeypatch: Patch, direct: bool
 ) -> None:
     """A disk refuses the rest, and would have to be told the file's real end."""
@@ -327,7 +327,7 @@ def test_resumed_copy_reads_only_what_is_missing(pair: Pair, reads: list[int]) -
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_stopped_copy_has_a_true_map_and_goes_on_from_there(
+def test_stopped_copy_leaves_a_true_map_and_is_resumed(
     pair: Pair, monkeypatch: Patch, after: int
 ) -> None:
     data = pair.random(6 * CHUNK + 5)
@@ -373,7 +373,7 @@ def test_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch
     assert seen == [n for done in range(1, 6) for n in sorted([0, 4, 1, 2, 3][:done])]
 
 
-def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
+def test_error_of_one_copy_thread_stops_the_other_threads(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(50 * CHUNK)
     pair.reserve()
     run = chunks.ChunkCopy(
@@ -399,7 +399,7 @@ def test_threads_error_stops_the_others(pair: Pair, monkeypatch: Patch) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [MemoryError, IndexError, RuntimeError])
-def test_thread_that_dies_of_something_unforeseen_never_makes_a_whole_copy(
+def test_copy_fails_if_a_thread_dies_of_an_unexpected_exception(
     pair: Pair, monkeypatch: Patch, error: type[Exception]
 ) -> None:
     def die(*_: object) -> None:
@@ -435,7 +435,7 @@ def test_copy_leaks_no_descriptor_on_success_or_error(pair: Pair, monkeypatch: P
 
 
 @pytest.mark.parametrize(("threads", "size", "wanted"), [(3, 9, 3), (8, 2, 2), (1, 9, 1)])
-def test_memory_is_bounded_by_the_threads(
+def test_copy_allocates_one_buffer_per_thread_at_most(
     pair: Pair, monkeypatch: Patch, threads: int, size: int, wanted: int
 ) -> None:
     pair.random(size * CHUNK)
@@ -453,7 +453,9 @@ def test_memory_is_bounded_by_the_threads(
 
 
 @pytest.mark.parametrize("rest", [0, 1, BLOCK, PIECE + 1])
-def test_chunk_that_comes_in_pieces_is_whole(pair: Pair, rest: int) -> None:
+def test_chunk_copied_in_several_pieces_has_the_right_bytes_and_digest(
+    pair: Pair, rest: int
+) -> None:
     data = pair.random(PIECE * 2 + rest)
     tuning = CopyTuning(threads=2, chunk=PIECE * 2)
     allocation.reserve_part(
@@ -476,7 +478,7 @@ BIG = 8 << 20
 
 
 @pytest.mark.parametrize("size", [BIG + 5, 0], ids=["data", "hole"])
-def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
+def test_copy_holds_no_whole_chunk_in_python_memory(pair: Pair, size: int) -> None:
     """The buffers are mapped and do not count."""
     os.pwrite(pair.fd, b"x" * size, 0)
     os.truncate(pair.fd, 2 * BIG)
@@ -492,7 +494,7 @@ def test_no_chunk_is_held_in_python(pair: Pair, size: int) -> None:
     assert peak < BIG // 4
 
 
-def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -> None:
+def test_bandwidth_limit_applies_to_every_chunk(pair: Pair, monkeypatch: Patch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(RateLimiter, "take", lambda self, size, stop: taken.append(size))
     pair.random(2 * CHUNK + 5)
@@ -502,6 +504,6 @@ def test_every_chunk_goes_through_the_throttle(pair: Pair, monkeypatch: Patch) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_entry_can_be_compared_with_its_map(pair: Pair, size: int) -> None:
+def test_computed_digests_of_a_file_equal_the_map_of_its_copy(pair: Pair, size: int) -> None:
     data = pair.random(size)
     assert chunks.compute_digests(pair.path, size, TUNING) == map_of(data)

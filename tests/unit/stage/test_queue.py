@@ -45,7 +45,7 @@ def runs(key: str, since: float = 0.0, need: CopyNeed = "later", uid: int = ALIC
 @pytest.mark.parametrize(
     ("copies", "expected"),
     [
-        pytest.param([waits("b", 1), waits("a", 2)], "ba", id="who asked first"),
+        pytest.param([waits("b", 1), waits("a", 2)], "ba", id="earlier request first"),
         pytest.param([waits("b", 1), waits("a", 1)], "ab", id="at once: by name"),
         pytest.param([waits("b", 1), waits("a", 2, "now")], "ab", id="a job waits for it"),
         pytest.param([waits("b", 1, "none"), waits("a", 2)], "ab", id="nobody needs it"),
@@ -60,7 +60,9 @@ def runs(key: str, since: float = 0.0, need: CopyNeed = "later", uid: int = ALIC
         ),
     ],
 )
-def test_line_is_by_need_then_user_then_time(copies: list[QueuedCopy], expected: str) -> None:
+def test_waiting_copies_are_ordered_by_need_then_user_then_time(
+    copies: list[QueuedCopy], expected: str
+) -> None:
     assert "".join(copy.key for copy in order_waiting(copies)) == expected
 
 
@@ -92,7 +94,9 @@ def test_line_is_by_need_then_user_then_time(copies: list[QueuedCopy], expected:
         ),
     ],
 )
-def test_turn_with_two_places(copies: list[QueuedCopy], expected: CopyTurn) -> None:
+def test_turn_of_a_copy_with_two_slots_is_run_wait_or_stop(
+    copies: list[QueuedCopy], expected: CopyTurn
+) -> None:
     assert choose_turn("me", copies, 2, 2) == expected
 
 
@@ -126,7 +130,7 @@ def test_turn_with_two_places(copies: list[QueuedCopy], expected: CopyTurn) -> N
         ),
     ],
 )
-def test_one_users_jobs_get_two_of_four_places(
+def test_copies_of_one_users_jobs_get_two_of_four_slots(
     copies: list[QueuedCopy], expected: CopyTurn
 ) -> None:
     assert choose_turn("me", copies, 4, 2) == expected
@@ -146,14 +150,14 @@ def test_one_users_jobs_get_two_of_four_places(
         pytest.param([runs("y", need="none"), waits("me", 1)], 0.0, id="behind nobody"),
     ],
 )
-def test_place_is_free_at_the_earliest_when_those_before_have_ended(
+def test_estimated_wait_for_a_slot_ends_with_the_copies_ahead_in_the_queue(
     copies: list[QueuedCopy], expected: float
 ) -> None:
     assert estimate_wait("me", copies, 2, 2, {"x": 30.0, "y": 10.0, "new": None}) == expected
 
 
 @pytest.mark.parametrize(("uid", "expected"), [(ALICE, 10.0), (BOB, 0.0)])
-def test_place_is_free_at_the_earliest_when_the_user_is_within_their_share(
+def test_estimated_wait_for_a_slot_respects_the_users_share_of_slots(
     uid: int, expected: float
 ) -> None:
     copies = [runs("x"), runs("y"), waits("me", 1, uid=uid)]
@@ -230,7 +234,7 @@ def others(staging_node: Node, owner: PartRecord) -> Iterator[Add]:
 
 
 @pytest.fixture
-def nobody_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_copy_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's clock is an hour ahead, and nothing is copied."""
     monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
 
@@ -238,17 +242,17 @@ def nobody_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "since", "boot", "alive", "waits"),
     [
-        pytest.param("a", 1.0, "", True, True, id="asked before"),
-        pytest.param("a", 9.0, "", True, False, id="asked after"),
+        pytest.param("a", 1.0, "", True, True, id="requested before"),
+        pytest.param("a", 9.0, "", True, False, id="requested after"),
         pytest.param("a", 5.0, "", True, True, id="at once, before by name"),
         pytest.param("z", 5.0, "", True, False, id="at once, after by name"),
         pytest.param("a", 1.0, "", False, False, id="dead"),
         pytest.param("a", 1.0, "older", True, False, id="of another boot, whose clock is another"),
         pytest.param("a", None, "", True, False, id="not claimed yet"),
-        pytest.param(KEY, 1.0, "", True, False, id="ourselves"),
+        pytest.param(KEY, 1.0, "", True, False, id="own copy"),
     ],
 )
-def test_queue_is_in_the_order_of_asking(
+def test_copy_waits_for_living_copies_that_were_requested_earlier(
     ahead: Waits, others: Add, key: str, since: float | None, boot: str, alive: bool, waits: bool
 ) -> None:
     others(key, since, boot, alive)
@@ -256,8 +260,8 @@ def test_queue_is_in_the_order_of_asking(
 
 
 @pytest.mark.parametrize(("most", "waits"), [(1, True), (2, True), (3, False), (4, False)])
-@pytest.mark.usefixtures("nobody_stalls")
-def test_copies_at_once_are_limited_by_max_copies(
+@pytest.mark.usefixtures("no_copy_stalls")
+def test_simultaneous_copies_are_limited_by_max_copies(
     ahead: Waits, others: Add, most: int, waits: bool
 ) -> None:
     others("a", 9.0, placed=True)
@@ -265,8 +269,8 @@ def test_copies_at_once_are_limited_by_max_copies(
     assert ahead(most) is waits
 
 
-@pytest.mark.usefixtures("nobody_stalls")
-def test_one_users_jobs_leave_half_of_the_places_to_others(
+@pytest.mark.usefixtures("no_copy_stalls")
+def test_copies_of_one_users_jobs_leave_half_of_the_slots_free(
     staging_node: Node, ahead: Waits, others: Add
 ) -> None:
     lease(staging_node, "a", "b", KEY)
@@ -287,7 +291,7 @@ def test_one_users_jobs_leave_half_of_the_places_to_others(
         (True, -40 * 86400.0, False),
     ],
 )
-def test_stalled_copy_loses_its_place(
+def test_stalled_copy_loses_its_slot(
     staging_node: Node,
     ahead: Waits,
     others: Add,
@@ -311,7 +315,9 @@ def need_of(node: Node, key: str) -> CopyNeed:
     return next(copy.need for copy in queue.list_live_copies(node) if copy.key == key)
 
 
-def test_need_is_told_by_lease_keeper_and_hooks_that_wait(staging_node: Node, others: Add) -> None:
+def test_need_of_a_copy_follows_from_lease_keeper_socket_and_waiting_hooks(
+    staging_node: Node, others: Add
+) -> None:
     node = staging_node
     part = others("a", 1.0)
     assert need_of(node, "a") == "none"
@@ -329,21 +335,21 @@ def test_need_is_told_by_lease_keeper_and_hooks_that_wait(staging_node: Node, ot
     assert need_of(node, "a") == "none"
 
 
-def test_damaged_lease_may_need_any_copy(staging_node: Node, others: Add) -> None:
+def test_damaged_lease_counts_as_needing_any_copy(staging_node: Node, others: Add) -> None:
     others("a", 1.0)
     lease(staging_node, "b")
     staging_node.leases.file(8).write_text("{")
     assert need_of(staging_node, "a") == "later"
 
 
-def test_place_is_taken_for_all_to_see(one_at_once: Node, owner: PartRecord) -> None:
+def test_acquired_slot_is_recorded_in_the_part(one_at_once: Node, owner: PartRecord) -> None:
     part = one_at_once.cache.part(KEY)
     part.write_owner(owner)
     taken = queue.wait_for_slot(one_at_once, KEY, owner, threading.Event())
     assert (taken.placed, part.owner()) == (True, taken)
 
 
-def test_place_is_taken_under_the_space_lock(
+def test_slot_is_acquired_under_the_space_lock(
     one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another copy takes the place between the first look and the lock."""
@@ -362,7 +368,7 @@ def test_place_is_taken_under_the_space_lock(
         queue.wait_for_slot(one_at_once, KEY, owner, Turns())  # type: ignore[arg-type]
 
 
-def test_turn_comes_when_the_copies_ahead_have_ended(
+def test_copy_gets_its_slot_when_the_copies_ahead_have_ended(
     one_at_once: Node, owner: PartRecord, others: Add
 ) -> None:
     one_at_once.cache.part(KEY).write_owner(owner)
@@ -380,8 +386,8 @@ def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: PartRecord, oth
         queue.wait_for_slot(one_at_once, KEY, owner, stop)
 
 
-@pytest.mark.usefixtures("nobody_stalls")
-def test_copy_that_nobody_needs_is_stopped_by_one_that_waits(
+@pytest.mark.usefixtures("no_copy_stalls")
+def test_running_copy_that_no_job_needs_is_stopped_for_a_waiting_copy_that_a_job_needs(
     one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "WATCH", 0.0)

@@ -37,7 +37,7 @@ Patch = pytest.MonkeyPatch
         ([], [1], []),
     ],
 )
-def test_order_is_head_tail_hot_and_the_rest(
+def test_chunks_are_copied_in_the_order_head_tail_hot_and_rest(
     missing: list[int], hot: list[int], expected: list[int]
 ) -> None:
     assert order_chunks(missing, 5, hot) == expected
@@ -103,7 +103,9 @@ def scene(tmp_path: Path, monkeypatch: Patch) -> Iterator[Scene]:
 
 @pytest.mark.parametrize("threads", [1, 3, 8])
 @pytest.mark.parametrize("served", [False, True])
-def test_copy_is_whole_with_readers_too(scene: Scene, served: bool, threads: int) -> None:
+def test_copy_is_complete_with_readers_and_any_number_of_threads(
+    scene: Scene, served: bool, threads: int
+) -> None:
     if served:
         scene.serve()
     for number in range(COUNT):
@@ -112,7 +114,7 @@ def test_copy_is_whole_with_readers_too(scene: Scene, served: bool, threads: int
     scene.check()
 
 
-def test_chunks_of_an_earlier_stager_are_in_from_the_beginning(
+def test_chunks_of_an_earlier_stager_are_readable_from_the_start_of_the_resumed_copy(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(trace, "listener", lambda _: scene.stop.set())
@@ -129,7 +131,7 @@ def test_chunks_of_an_earlier_stager_are_in_from_the_beginning(
     assert all(seen)
 
 
-def test_wanted_chunks_come_first_those_waited_for_before_all(scene: Scene) -> None:
+def test_wanted_chunks_are_copied_first_and_awaited_chunks_before_all(scene: Scene) -> None:
     scene.readers.want(2, SOON)
     scene.readers.want(3, NOW)
     scene.copy()
@@ -137,13 +139,13 @@ def test_wanted_chunks_come_first_those_waited_for_before_all(scene: Scene) -> N
     scene.check()
 
 
-def test_copy_goes_on_behind_the_chunk_that_was_wanted(scene: Scene) -> None:
+def test_copy_continues_after_the_wanted_chunk(scene: Scene) -> None:
     scene.readers.want(2, NOW)
     scene.copy()
     assert [piece * PIECE // CHUNK for piece in scene.read] == [2, 3, 4, 0, 1]
 
 
-def test_chunk_that_a_job_waits_for_comes_before_the_rest_of_another(scene: Scene) -> None:
+def test_chunk_that_a_job_waits_for_interrupts_another_chunk(scene: Scene) -> None:
     scene.serve()
     scene.then = lambda: scene.readers.want(3, NOW) if len(scene.read) == 1 else None
     scene.copy()
@@ -151,7 +153,7 @@ def test_chunk_that_a_job_waits_for_comes_before_the_rest_of_another(scene: Scen
     scene.check()
 
 
-def test_piece_is_there_before_its_chunk(scene: Scene) -> None:
+def test_piece_is_readable_before_its_chunk_is_complete(scene: Scene) -> None:
     scene.serve()
     inode = scene.part.image.stat().st_ino
     seen: list[tuple[bool, bool]] = []
@@ -169,7 +171,7 @@ def until_a_chunk_is_in(scene: Scene, monkeypatch: Patch) -> None:
 
 @pytest.mark.usefixtures("until_a_chunk_is_in")
 @pytest.mark.parametrize("tuning", [{}, {"bandwidth": 1}], ids=["read", "bandwidth"])
-def test_neither_reads_nor_bandwidth_hold_up_what_a_job_waits_for(
+def test_chunk_that_a_job_waits_for_is_not_delayed_by_reads_or_bandwidth_limit(
     scene: Scene, monkeypatch: Patch, tuning: dict[str, object]
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
@@ -182,7 +184,7 @@ def test_neither_reads_nor_bandwidth_hold_up_what_a_job_waits_for(
     assert list_missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
 
 
-def test_unserved_copy_lets_what_a_job_waits_for_past_its_bandwidth(
+def test_chunk_that_a_job_waits_for_is_exempt_from_the_bandwidth_limit(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     taken: list[int] = []
@@ -193,7 +195,7 @@ def test_unserved_copy_lets_what_a_job_waits_for_past_its_bandwidth(
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_copy_yields_to_a_jobs_reads(scene: Scene, monkeypatch: Patch, served: bool) -> None:
+def test_copy_pauses_while_a_job_reads(scene: Scene, monkeypatch: Patch, served: bool) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
 
     # It waits after the one read of so long a pause.
@@ -207,7 +209,7 @@ def test_copy_yields_to_a_jobs_reads(scene: Scene, monkeypatch: Patch, served: b
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_one_thread_copies_little_by_little_while_a_job_starts(
+def test_copy_uses_one_thread_and_small_reads_while_a_job_starts(
     scene: Scene, monkeypatch: Patch, served: bool
 ) -> None:
     monkeypatch.setattr(ArrivalMap, "reading", lambda _, now, calm: calm == chunks.BETWEEN_NS)
@@ -220,7 +222,7 @@ def test_one_thread_copies_little_by_little_while_a_job_starts(
     scene.check()
 
 
-def test_copy_keeps_away_before_the_first_read_of_the_job_that_it_is_for(
+def test_copy_for_a_job_that_reads_through_pauses_until_the_jobs_first_read(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
@@ -230,7 +232,9 @@ def test_copy_keeps_away_before_the_first_read_of_the_job_that_it_is_for(
     assert scene.sizes == [chunks.GENTLE]
 
 
-def test_copy_goes_on_once_that_job_has_read(scene: Scene, monkeypatch: Patch) -> None:
+def test_copy_continues_at_full_size_after_the_jobs_first_read(
+    scene: Scene, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 0.0)
     scene.then = lambda: scene.readers.note_read(1) if len(scene.sizes) == 3 else None
     scene.copy(through=True)
@@ -238,7 +242,9 @@ def test_copy_goes_on_once_that_job_has_read(scene: Scene, monkeypatch: Patch) -
     scene.check()
 
 
-def test_start_that_never_ends_counts_as_over(scene: Scene, monkeypatch: Patch) -> None:
+def test_job_start_that_lasts_too_long_no_longer_slows_the_copy(
+    scene: Scene, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(chunks, "START_NS", 0)
     monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
     scene.copy()
@@ -246,7 +252,9 @@ def test_start_that_never_ends_counts_as_over(scene: Scene, monkeypatch: Patch) 
     scene.check()
 
 
-def test_job_that_always_reads_does_not_starve_the_copy(scene: Scene, monkeypatch: Patch) -> None:
+def test_job_that_reads_all_the_time_does_not_starve_the_copy(
+    scene: Scene, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 0.001)
     monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
     scene.serve()
@@ -254,7 +262,9 @@ def test_job_that_always_reads_does_not_starve_the_copy(scene: Scene, monkeypatc
     scene.check()
 
 
-def test_threads_share_chunks_of_bounded_memory(scene: Scene, monkeypatch: Patch) -> None:
+def test_copy_threads_that_share_a_large_chunk_share_one_buffer(
+    scene: Scene, monkeypatch: Patch
+) -> None:
     made: list[int] = []
     real = reading.allocate_aligned_memory
 

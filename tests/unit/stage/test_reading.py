@@ -84,7 +84,9 @@ def naps(monkeypatch: Patch) -> list[float]:
 
 @pytest.mark.parametrize("limit", [1000, BLOCK, BLOCK + 1, CHUNK - 1])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_short_reads_are_continued(file: File, preadv: Replace, limit: int, direct: bool) -> None:
+def test_short_reads_of_the_source_are_continued(
+    file: File, preadv: Replace, limit: int, direct: bool
+) -> None:
     def short(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
         most = limit if fd != file.direct else max(BLOCK, limit // BLOCK * BLOCK)
         return real(fd, [buffers[0][:most]], start, flags)
@@ -94,7 +96,7 @@ def test_short_reads_are_continued(file: File, preadv: Replace, limit: int, dire
 
 
 @pytest.mark.parametrize("served", [0, 1, 1000, BLOCK, BLOCK + 1, CHUNK])
-def test_bytes_that_the_page_cache_lacks_come_past_it(
+def test_bytes_not_in_the_page_cache_are_read_with_direct_io(
     file: File, preadv: Replace, served: int
 ) -> None:
     def half(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
@@ -112,7 +114,7 @@ def test_bytes_that_the_page_cache_lacks_come_past_it(
 
 
 @pytest.mark.parametrize("served", [BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK])
-def test_what_the_page_cache_had_of_a_source_is_not_dropped_from_it(
+def test_source_blocks_that_were_cached_before_stay_in_the_page_cache(
     file: File, preadv: Replace, monkeypatch: Patch, served: int
 ) -> None:
     def part(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
@@ -133,7 +135,7 @@ def test_what_the_page_cache_had_of_a_source_is_not_dropped_from_it(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EIO])
-def test_page_cache_that_cannot_be_asked_is_no_error(
+def test_read_without_rwf_nowait_support_succeeds(
     file: File, preadv: Replace, naps: list[float], number: int
 ) -> None:
     def unable(real: Read, fd: int, buffers: list[memoryview], start: int, flags: int) -> int:
@@ -164,7 +166,7 @@ def failures(preadv: Replace) -> Failing:
     return failing
 
 
-def test_io_error_that_passes_is_tried_again(
+def test_transient_io_error_of_the_source_is_retried(
     file: File, failures: Failing, naps: list[float]
 ) -> None:
     assert READ_TRIES > 1
@@ -174,7 +176,7 @@ def test_io_error_that_passes_is_tried_again(
     assert len(naps) == READ_TRIES - 1
 
 
-def test_io_errors_are_tried_again_as_long_as_bytes_come(
+def test_io_errors_are_retried_as_long_as_the_read_progresses(
     file: File, preadv: Replace, naps: list[float]
 ) -> None:
     reads = itertools.count()
@@ -193,7 +195,7 @@ def test_io_errors_are_tried_again_as_long_as_bytes_come(
     ("number", "tries"),
     [(errno.EIO, READ_TRIES), (errno.ESTALE, 1), (errno.EACCES, 1), (errno.ENXIO, 1)],
 )
-def test_error_that_stays_is_raised_at_once_or_after_some_tries(
+def test_persistent_source_error_is_raised_at_once_or_after_retries(
     file: File, failures: Failing, naps: list[float], number: int, tries: int
 ) -> None:
     failed = failures(number, 1000)
@@ -205,14 +207,16 @@ def test_error_that_stays_is_raised_at_once_or_after_some_tries(
     assert len(naps) == tries - 1
 
 
-def test_source_that_ends_too_early_is_truncated(file: File) -> None:
+def test_source_that_ends_too_early_raises_source_truncated(file: File) -> None:
     os.truncate(file.fd, CHUNK + 1)
     with pytest.raises(SourceTruncated) as caught:
         file.read()
     assert caught.value.reason == "changed"
 
 
-def test_bytes_do_not_stay_in_the_page_cache(file: File, monkeypatch: Patch) -> None:
+def test_source_bytes_are_dropped_from_the_page_cache_after_reading(
+    file: File, monkeypatch: Patch
+) -> None:
     """The node's memory belongs to the jobs."""
     dropped: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments))
@@ -224,7 +228,7 @@ def test_bytes_do_not_stay_in_the_page_cache(file: File, monkeypatch: Patch) -> 
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 16 * CHUNK, 2 * PIECE])
-def test_buffer_lies_in_huge_pages_and_is_no_longer_than_a_piece(chunk: int) -> None:
+def test_read_buffer_is_aligned_to_huge_pages_and_at_most_one_piece(chunk: int) -> None:
     memory = reading.allocate_piece_buffer(chunk)
     assert len(memory) == min(chunk, PIECE)
     memory[-1] = 1
@@ -251,7 +255,7 @@ def throttled(monkeypatch: Patch, rate: int | None) -> tuple[RateLimiter, Tap]:
     return RateLimiter(rate), tap
 
 
-def test_throttle_keeps_to_its_rate_and_saves_up_no_time(monkeypatch: Patch) -> None:
+def test_rate_limiter_keeps_its_rate_without_a_burst_after_idle_time(monkeypatch: Patch) -> None:
     """After a source that hung, the burst would take the whole bandwidth."""
     throttle, tap = throttled(monkeypatch, 100)
     throttle.take(50, tap)  # type: ignore[arg-type]
@@ -263,7 +267,7 @@ def test_throttle_keeps_to_its_rate_and_saves_up_no_time(monkeypatch: Patch) -> 
     assert moments == [0.0, 0.5, 1.0]
 
 
-def test_throttle_without_a_rate_holds_nobody_up(monkeypatch: Patch) -> None:
+def test_rate_limiter_without_a_rate_does_not_wait(monkeypatch: Patch) -> None:
     throttle, tap = throttled(monkeypatch, None)
     for _ in range(3):
         throttle.take(1 << 40, tap)  # type: ignore[arg-type]
@@ -274,7 +278,7 @@ def test_throttle_without_a_rate_holds_nobody_up(monkeypatch: Patch) -> None:
     st.integers(1, 1000),
     st.lists(st.tuples(st.integers(1, 500), st.floats(0, 5)), min_size=1, max_size=20),
 )
-def test_any_second_sees_at_most_the_rate_and_one_chunk(
+def test_rate_limiter_passes_at_most_rate_times_time_and_one_chunk(
     rate: int, takes: list[tuple[int, float]]
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -307,7 +311,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
     return made
 
 
-def test_pace_counts_the_seconds_in_which_any_thread_reads(ticking: Ticking) -> None:
+def test_rate_meter_counts_the_time_in_which_any_thread_reads(ticking: Ticking) -> None:
     pace = reading.RateMeter()
     with pace.reading(600):
         ticking.now += 2
@@ -319,7 +323,7 @@ def test_pace_counts_the_seconds_in_which_any_thread_reads(ticking: Ticking) -> 
     assert (pace.bytes, pace.seconds, pace.rate(2000)) == (2000, 10.0, 200)
 
 
-def test_pace_of_a_few_bytes_is_not_known(ticking: Ticking) -> None:
+def test_rate_meter_reports_zero_for_a_few_bytes(ticking: Ticking) -> None:
     pace = reading.RateMeter()
     assert pace.rate(0) == 0
     with pace.reading(499):
@@ -330,7 +334,7 @@ def test_pace_of_a_few_bytes_is_not_known(ticking: Ticking) -> None:
     assert pace.rate(1 << 40) == round((499 + reading.SAMPLE) / 2)
 
 
-def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
+def test_rate_meter_counts_no_bytes_of_a_failed_read(ticking: Ticking) -> None:
     pace = reading.RateMeter()
 
     def fail() -> None:
@@ -343,7 +347,7 @@ def test_read_that_fails_brings_no_bytes(ticking: Ticking) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, BLOCK, PIECE])
-def test_memory_is_zero_where_none_of_its_bytes_is_another(size: int) -> None:
+def test_is_zero_finds_any_nonzero_byte(size: int) -> None:
     memory = reading.allocate_aligned_memory(size)
     assert reading.is_zero(memory)
     for at in {0, size // 2, size - 1}:

@@ -10,7 +10,7 @@ import pytest
 from forestage.system import records
 
 
-def test_file_is_written_replaced_and_private(tmp_path: Path) -> None:
+def test_record_is_written_and_replaced_with_mode_600(tmp_path: Path) -> None:
     file = tmp_path / "a"
     for data in (b"one", b"two, longer", b""):
         records.write(file, data)
@@ -21,7 +21,7 @@ def test_file_is_written_replaced_and_private(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_new_owner_is_given_before_the_mode_and_the_name(
+def test_record_gets_owner_then_mode_then_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else there is a moment at which nobody may read it; and chown(2) clears bits of the mode."""
@@ -36,7 +36,7 @@ def test_new_owner_is_given_before_the_mode_and_the_name(
 
 @pytest.mark.parametrize("step", ["fsync", "fchmod", "replace"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_failure_on_the_way_leaves_the_old_file_and_no_other(
+def test_failed_write_of_a_record_leaves_the_old_file_and_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
     records.write(tmp_path / "a", b"old")
@@ -52,7 +52,7 @@ def test_failure_on_the_way_leaves_the_old_file_and_no_other(
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_data_is_durable_before_the_name_and_the_name_before_we_go_on(
+def test_record_is_synced_before_and_its_directory_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
@@ -72,7 +72,7 @@ def test_data_is_durable_before_the_name_and_the_name_before_we_go_on(
     assert steps == ["file", "rename", "directory"]
 
 
-def test_symlink_in_the_way_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_record_write_replaces_a_symlink_without_following(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"keep")
     (tmp_path / "a").symlink_to("victim")
     records.write(tmp_path / "a", b"new")

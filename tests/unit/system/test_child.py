@@ -38,19 +38,19 @@ def left(root: Path) -> set[str]:
         pytest.param("0::/system.slice/slurmd.service\n", {"", "unified"}, id="of a Prolog"),
         pytest.param("0::/system.slice/n1_slurmstepd.scope/s7/0\n", {"", "unified"}, id="SLUID"),
         pytest.param("1:name=freezer:/slurm_n1/s7/0\n", {"freezer"}, id="SLUID, of version 1"),
-        pytest.param("0::/user.slice/my_job_7/slurp\n", set(), id="somebody else's"),
+        pytest.param("0::/user.slice/my_job_7/slurp\n", set(), id="another user's"),
         ("0::/system.slice/sshd.service\n", set()),
         ("", set()),
     ],
 )
-def test_only_slurms_cgroups_are_left(tmp_path: Path, lines: str, expected: set[str]) -> None:
+def test_process_leaves_only_slurms_cgroups(tmp_path: Path, lines: str, expected: set[str]) -> None:
     root = fake(tmp_path, lines)
     child.leave_job_cgroups(root=root)
     assert left(root) == expected
 
 
 @pytest.mark.parametrize("score", [0, -1000])
-def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
+def test_process_that_leaves_a_job_gets_the_given_oom_score(tmp_path: Path, score: int) -> None:
     root = fake(tmp_path, "")
     child.leave_job_cgroups(score, root=root)
     assert (root / "proc/self/oom_score_adj").read_text() == str(score)
@@ -58,7 +58,7 @@ def test_score_of_slurmstepd_is_left_too(tmp_path: Path, score: int) -> None:
 
 @pytest.mark.parametrize("leaf", ["copy", "serve"])
 @pytest.mark.parametrize("unit", ["slurmstepd.scope/job_7/step_0", "forestage-hold.service/serve"])
-def test_what_leaves_a_job_goes_to_a_leaf_of_forestages_unit(
+def test_process_that_leaves_a_job_enters_a_leaf_cgroup_of_the_hold_unit(
     tmp_path: Path, unit: str, leaf: child.CgroupName
 ) -> None:
     """Also from another leaf: a step's helper is there, and starts a stager."""
@@ -72,7 +72,7 @@ def test_what_leaves_a_job_goes_to_a_leaf_of_forestages_unit(
 
 
 @pytest.mark.parametrize("how", ["refused", "gone"])
-def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
+def test_process_that_leaves_a_job_enters_the_root_cgroup_if_the_hold_unit_is_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -89,20 +89,22 @@ def test_where_that_is_not_to_be_had_it_goes_to_the_root_as_without(
     )
 
 
-def test_process_that_is_nobodys_of_slurms_stays_where_it_is(tmp_path: Path) -> None:
+def test_process_outside_slurms_cgroups_stays_in_its_cgroup(tmp_path: Path) -> None:
     root = fake(tmp_path, "0::/user.slice/session.scope\n")
     (root / child.HOLD_CGROUP / "serve").mkdir(parents=True)
     child.leave_job_cgroups(root=root)
     assert not (root / child.HOLD_CGROUP / "serve/cgroup.procs").exists()
 
 
-def test_hierarchy_that_cannot_be_written_is_no_matter(tmp_path: Path) -> None:
+def test_missing_cgroup_hierarchy_does_not_stop_leaving_the_other_hierarchies(
+    tmp_path: Path,
+) -> None:
     root = fake(tmp_path, "4:gone:/job_7\n2:memory:/job_7\n")
     child.leave_job_cgroups(root=root)
     assert left(root) == {"memory"}
 
 
-def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path) -> None:
+def test_process_joins_the_slurm_cgroups_of_another_process(tmp_path: Path) -> None:
     root = fake(tmp_path, "")
     lines = "4:memory:/slurm_n1/job_7\n3:name=systemd:/user.slice\n2:freezer:/job_7/gone\n"
     (root / "proc/42").mkdir()
@@ -136,7 +138,7 @@ def test_process_joins_those_of_slurms_cgroups_that_another_is_in(tmp_path: Path
         ),
     ],
 )
-def test_task_is_in_cgroups_once_slurm_has_put_it_there(
+def test_task_cgroups_are_found_after_slurm_moved_the_task(
     tmp_path: Path, manager: str, task: str, expected: list[str]
 ) -> None:
     root = fake(tmp_path, "")
@@ -156,7 +158,7 @@ def test_task_is_in_cgroups_once_slurm_has_put_it_there(
     assert found == [root / "sys/fs/cgroup" / name / "cgroup.procs" for name in expected]
 
 
-def test_cgroup_that_is_none_for_a_moment_is_tried_again(
+def test_entering_a_task_cgroup_that_vanished_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task is on its way: what is entered is where it is by then."""
@@ -168,7 +170,7 @@ def test_cgroup_that_is_none_for_a_moment_is_tried_again(
 
 
 @pytest.mark.parametrize("found", [None, [Path("/none/cgroup.procs")]])
-def test_cgroup_that_stays_none_is_an_error(
+def test_entering_a_task_cgroup_that_stays_missing_raises(
     monkeypatch: pytest.MonkeyPatch, found: list[Path] | None
 ) -> None:
     monkeypatch.setattr(child, "find_task_cgroups", lambda manager: found)
@@ -179,7 +181,7 @@ def test_cgroup_that_stays_none_is_an_error(
 @pytest.mark.parametrize(
     "lines", ["", "0::/user.slice\n", "1:name=systemd:/system.slice/slurmd.service\n3:memory:/\n"]
 )
-def test_where_slurm_uses_no_cgroups_a_task_is_in_none(tmp_path: Path, lines: str) -> None:
+def test_task_outside_slurms_cgroups_has_no_task_cgroups(tmp_path: Path, lines: str) -> None:
     root = fake(tmp_path, "")
     (root / "proc/41/task/41").mkdir(parents=True)
     (root / "proc/41/task/41/children").write_text("42 ")
@@ -201,7 +203,7 @@ def test_empty_cgroups_of_a_step_are_removed(
     assert [one.name for one in user.iterdir()] == left
 
 
-def test_cgroup_in_which_another_step_is_stays(tmp_path: Path) -> None:
+def test_cgroup_of_a_job_with_another_step_is_not_removed(tmp_path: Path) -> None:
     for step in ("step_0/task_0", "step_1/task_0"):
         (tmp_path / "job_7" / step).mkdir(parents=True)
     child.remove_empty_cgroups([tmp_path / "job_7/step_0/task_0"], ("task_", "step_", "job_"))
@@ -232,7 +234,7 @@ V2 = {
         ("", {}, None),
     ],
 )
-def test_memory_of_a_job_is_the_least_that_its_cgroups_allow(
+def test_memory_limit_of_a_job_is_the_smallest_of_its_cgroups(
     tmp_path: Path, lines: str, files: dict[str, str], expected: int | None
 ) -> None:
     root = fake(tmp_path, "")
@@ -244,7 +246,7 @@ def test_memory_of_a_job_is_the_least_that_its_cgroups_allow(
     assert child.read_job_memory_limit(42, root) == expected
 
 
-def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
+def test_joining_cgroups_of_a_process_that_has_ended_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         child.join_slurm_cgroups(4711, 42, fake(tmp_path, ""))
 
@@ -261,7 +263,7 @@ def test_process_that_has_gone_is_joined_by_nobody(tmp_path: Path) -> None:
         pytest.param("systemd", "user:[5]", None, True, id="job, users, unseen"),
     ],
 )
-def test_namespaces_of_a_job_are_told_from_the_nodes(
+def test_user_namespace_of_a_job_is_distinguished_from_the_nodes(
     tmp_path: Path, first: str, users: str, of_first: str | None, is_in: bool
 ) -> None:
     for name, link in (("1", of_first), ("self", users)):

@@ -11,7 +11,7 @@ import pytest
 from forestage.system import file_systems
 
 
-def test_kind_of_a_file_system_is_the_kernels_number() -> None:
+def test_file_system_type_is_the_kernels_magic_number() -> None:
     fd = os.open("/proc", os.O_RDONLY)
     try:
         assert file_systems.read_file_system_type(fd) == 0x9FA0
@@ -39,7 +39,7 @@ def test_kind_of_a_file_system_is_the_kernels_number() -> None:
         (0x0, False),
     ],
 )
-def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
+def test_hole_map_is_trusted_on_local_file_systems_only(
     monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
 ) -> None:
     monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: kind)
@@ -61,14 +61,14 @@ def test_holes_are_believed_of_file_systems_that_this_kernel_lays_out(
         (0x0, False),
     ],
 )
-def test_inode_number_is_believed_of_file_systems_that_give_none_twice(
+def test_inode_numbers_are_trusted_on_local_and_nfs_file_systems(
     monkeypatch: pytest.MonkeyPatch, kind: int, true: bool
 ) -> None:
     monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: kind)
     assert file_systems.is_inode_number_true(0) is true
 
 
-def test_file_system_that_does_not_say_its_kind_is_not_believed(
+def test_file_system_of_unknown_type_is_not_trusted_for_holes_and_inodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: int) -> int:
@@ -79,7 +79,7 @@ def test_file_system_that_does_not_say_its_kind_is_not_believed(
     assert not file_systems.is_inode_number_true(0)
 
 
-def test_file_lacks_blocks_from_a_page_on(tmp_path: Path) -> None:
+def test_file_counts_as_sparse_if_a_page_or_more_is_unallocated(tmp_path: Path) -> None:
     for size, blocks, lacks in (
         (8192, 16, False),
         (8192, 9, False),

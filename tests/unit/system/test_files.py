@@ -14,7 +14,7 @@ import pytest
 from forestage.system import files, libc, records
 
 
-def test_fifo_in_a_files_place_is_waited_for_neither_to_read_nor_to_write(tmp_path: Path) -> None:
+def test_fifo_instead_of_a_file_blocks_neither_reading_nor_writing(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     assert files.read_file(fifo) == b""
@@ -25,7 +25,9 @@ def test_fifo_in_a_files_place_is_waited_for_neither_to_read_nor_to_write(tmp_pa
         records.sync_file(fifo)
 
 
-def test_link_in_a_files_place_is_followed_neither_to_read_nor_to_write(tmp_path: Path) -> None:
+def test_symlink_instead_of_a_file_is_followed_neither_for_reading_nor_writing(
+    tmp_path: Path,
+) -> None:
     own, victim = tmp_path / "own", tmp_path / "victim"
     files.overwrite_file(victim, b"longer")
     files.overwrite_file(victim, b"its")
@@ -38,7 +40,7 @@ def test_link_in_a_files_place_is_followed_neither_to_read_nor_to_write(tmp_path
     assert victim.stat().st_mode & 0o777 == 0o600
 
 
-def test_link_that_takes_a_directorys_place_meanwhile_is_not_followed(
+def test_symlink_swapped_in_for_a_directory_is_not_followed_by_remove_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever owns what is deleted may rename in it all the time."""
@@ -77,7 +79,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, bit: int) -> None:
 
 
 @pytest.mark.parametrize("bit", [0x1, 0x2, 0x8, 0x10, 0x40, 0x80, 0x100, 0x200])
-def test_file_of_which_the_server_does_not_know_which_it_is_cannot_be_looked_at(
+def test_statx_from_server_raises_if_the_server_lacks_an_identity_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bit: int
 ) -> None:
     lacking(monkeypatch, bit)
@@ -90,7 +92,7 @@ def test_file_of_which_the_server_does_not_know_which_it_is_cannot_be_looked_at(
 
 
 @pytest.mark.parametrize("bit", [0x4, 0x20, 0x400, 0x800])
-def test_link_count_access_time_and_blocks_may_be_unknown(
+def test_statx_from_server_accepts_unknown_link_count_access_time_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bit: int
 ) -> None:
     (tmp_path / "file").write_bytes(b"x")

@@ -15,7 +15,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_directory_has_its_mode_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+def test_created_directory_has_its_mode_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         folders.ensure_directory_with_mode(tmp_path / "run/images", folders.PASSABLE)
@@ -25,13 +25,15 @@ def test_directory_has_its_mode_whatever_the_umask_is(tmp_path: Path, umask: int
     assert mode(tmp_path / "run") & 0o044 == 0
 
 
-def test_directory_of_an_earlier_release_gets_the_mode(tmp_path: Path) -> None:
+def test_existing_directory_gets_the_wanted_mode(tmp_path: Path) -> None:
     (tmp_path / "through").mkdir(mode=0o755)
     folders.ensure_directory_with_mode(tmp_path / "through")
     assert mode(tmp_path / "through") == 0o700
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_directory_is_not_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """mkdir(2) would wait for the lock of the directory above, which a user may hold."""
     (tmp_path / "log").mkdir(mode=0o750)
     monkeypatch.setattr(os, "mkdir", pytest.fail)
@@ -39,7 +41,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert mode(tmp_path / "log") == 0o750
 
 
-def test_directory_that_another_hook_makes_at_the_same_moment_is_no_error(
+def test_directory_created_by_another_hook_at_the_same_moment_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.mkdir
@@ -53,7 +55,7 @@ def test_directory_that_another_hook_makes_at_the_same_moment_is_no_error(
     assert mode(tmp_path / "a") == 0o711
 
 
-def test_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+def test_file_instead_of_a_directory_raises(tmp_path: Path) -> None:
     (tmp_path / "run").touch(mode=0o600)
     with pytest.raises(NotADirectoryError):
         folders.ensure_directory_with_mode(tmp_path / "run", folders.PASSABLE)

@@ -50,13 +50,13 @@ def xattr(op: int, size: int, name: bytes = b"") -> FuseRequest:
         (xattr(FuseOpcode.GETXATTR, 4096, NAME + b"\0"), PLAIN, (errno.ENOSYS, b"")),
     ],
 )
-def test_request_has_its_answer(
+def test_each_fuse_request_has_the_expected_reply(
     request_: FuseRequest, file: FuseAttributes, wanted: tuple[int, bytes] | None
 ) -> None:
     assert fuse.compute_reply(request_, file) == wanted
 
 
-def test_attributes_are_the_files_and_valid_for_years() -> None:
+def test_fuse_attributes_are_the_files_and_valid_for_years() -> None:
     error, data = fuse.compute_reply(FuseRequest(FuseOpcode.GETATTR, 2, b""), PLAIN) or (1, b"")
     valid, _, _, *attributes = struct.unpack("<QIIQQQQQQIIIIIIIIII", data)
     assert (error, len(data)) == (0, 104)  # struct fuse_attr_out
@@ -64,7 +64,7 @@ def test_attributes_are_the_files_and_valid_for_years() -> None:
     assert attributes == [7, 1025, 3, 3, 3, 5, 4, 4, 6, 0o100640, 1, 11, 22, 0, 4096, 0]
 
 
-def test_time_before_1970_is_shown() -> None:
+def test_fuse_attributes_contain_a_time_before_1970() -> None:
     early = FuseAttributes(7, 1, -1, -1_000_000_000, 0o100640, 1, 2)
     _, data = fuse.compute_reply(FuseRequest(FuseOpcode.GETATTR, 2, b""), early) or (1, b"")
     fields = struct.unpack("<QIIQQQqqqIIIIIIIIII", data)
@@ -72,7 +72,7 @@ def test_time_before_1970_is_shown() -> None:
 
 
 @pytest.mark.parametrize(("file", "acl"), [(PLAIN, 0), (WITH_ACL, POSIX_ACL)])
-def test_connection_asks_for_what_it_needs_of_what_is_offered(
+def test_fuse_init_requests_the_needed_flags_among_those_offered(
     file: FuseAttributes, acl: int
 ) -> None:
     error, data = fuse.compute_reply(initial(), file) or (1, b"")
@@ -84,12 +84,12 @@ def test_connection_asks_for_what_it_needs_of_what_is_offered(
     assert struct.unpack_from("<IIII", data)[1::2] == (26, 1)
 
 
-def test_kernel_that_cannot_keep_to_an_acl_is_known() -> None:
+def test_kernel_without_fuse_acl_support_is_recognised() -> None:
     assert fuse.has_acl_support(initial())
     assert not fuse.has_acl_support(initial(2**32 - 1 - POSIX_ACL))
 
 
-def test_request_is_parsed_and_an_empty_buffer_is_none() -> None:
+def test_fuse_request_is_parsed_and_an_empty_buffer_gives_none() -> None:
     body = struct.pack("<QQI", 1, 2**33, 4096) + bytes(20)
     head = struct.pack("<IIQQIIIHH", 40 + len(body), FuseOpcode.READ, 12, 1, 0, 0, 77, 0, 0)
     found = fuse.parse_request(memoryview(head + body + b"rest"))
@@ -98,7 +98,7 @@ def test_request_is_parsed_and_an_empty_buffer_is_none() -> None:
     assert fuse.parse_request(memoryview(bytes(8192))) is None
 
 
-def test_interrupt_names_the_request_that_it_is_about() -> None:
+def test_fuse_interrupt_contains_the_interrupted_requests_id() -> None:
     assert (
         fuse.parse_interrupted_id(FuseRequest(FuseOpcode.INTERRUPT, 13, struct.pack("<Q", 12)))
         == 12

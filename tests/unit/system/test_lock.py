@@ -25,7 +25,7 @@ def work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield lock.held_for_work
 
 
-def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> None:
+def test_held_lock_times_out_a_second_holder_and_is_free_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0), pytest.raises(lock.LockTimeout, match=r"a\.lock"), lock.held(path, 0):
         pass
@@ -33,13 +33,13 @@ def test_held_lock_is_busy_for_another_and_free_afterwards(tmp_path: Path) -> No
         pass
 
 
-def test_lock_is_a_flock_that_other_programs_see(tmp_path: Path) -> None:
+def test_lock_conflicts_with_flock_of_other_programs(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0), path.open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_lock_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
+def test_lock_file_keeps_its_inode_and_has_mode_600(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
         inode = path.stat().st_ino
@@ -49,7 +49,7 @@ def test_lock_file_stays_the_same_and_is_roots_own(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
+def test_lock_released_within_the_timeout_is_acquired(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -59,7 +59,7 @@ def test_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
     assert lock.is_free(path)
 
 
-def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(
+def test_lock_on_a_file_system_without_flock_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that is only a file outlives a crash, and nobody would stage on this node again."""
@@ -72,7 +72,7 @@ def test_file_system_without_locks_is_an_error_and_not_a_soft_lock(
         pass
 
 
-def test_lock_that_is_held_is_not_removed(tmp_path: Path) -> None:
+def test_held_lock_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
         lock.remove_if_free(path)
@@ -104,7 +104,7 @@ def before_flock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Happens], None]:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_lock_that_is_removed_after_it_was_opened_is_not_split(
+def test_lock_file_removed_after_opening_gives_no_two_holders(
     tmp_path: Path, before_flock: Callable[[Happens], None], is_there: bool
 ) -> None:
     path = tmp_path / "a.lock"
@@ -117,7 +117,7 @@ def test_lock_that_is_removed_after_it_was_opened_is_not_split(
         assert not lock.is_free(path)
 
 
-def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
+def test_lock_file_removed_while_a_process_waits_gives_no_two_holders(
     tmp_path: Path, before_flock: Callable[[Happens], None]
 ) -> None:
     """The one who waits has found it taken by then."""
@@ -143,7 +143,7 @@ def test_lock_that_is_removed_while_somebody_waits_for_it_is_not_split(
                 pass
 
 
-def test_lock_of_which_a_new_one_is_held_is_not_free(
+def test_lock_whose_file_was_replaced_and_locked_is_not_free(
     tmp_path: Path, before_flock: Callable[[Happens], None]
 ) -> None:
     path = tmp_path / "a.lock"
@@ -158,14 +158,14 @@ def test_lock_of_which_a_new_one_is_held_is_not_free(
         assert not lock.is_free(path)
 
 
-def test_lock_makes_no_folder(tmp_path: Path) -> None:
+def test_lock_in_a_missing_directory_raises_and_creates_nothing(tmp_path: Path) -> None:
     """Where the cache's disk is gone it would make a cache on the root disk."""
     with pytest.raises(FileNotFoundError), lock.held(tmp_path / "cache/locks/a.lock", 0):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_is_free_sees_a_lock_and_does_not_take_it(tmp_path: Path) -> None:
+def test_is_free_reports_a_held_lock_without_acquiring(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     assert lock.is_free(path)
     assert not path.exists()
@@ -176,7 +176,7 @@ def test_is_free_sees_a_lock_and_does_not_take_it(tmp_path: Path) -> None:
         pass
 
 
-def test_lookers_do_not_see_each_other(tmp_path: Path) -> None:
+def test_is_free_ignores_a_shared_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     path.touch()
     with path.open() as other:
@@ -184,9 +184,7 @@ def test_lookers_do_not_see_each_other(tmp_path: Path) -> None:
         assert lock.is_free(path)
 
 
-def test_lock_on_a_disk_that_is_read_only_can_be_looked_at(
-    tmp_path: Path, private_mounts: None
-) -> None:
+def test_is_free_works_on_a_read_only_mount(tmp_path: Path, private_mounts: None) -> None:
     """The peer service sees the cache so; the stager, which holds the lock, does not."""
     real, seen = tmp_path / "real", tmp_path / "seen"
     real.mkdir()
@@ -199,7 +197,7 @@ def test_lock_on_a_disk_that_is_read_only_can_be_looked_at(
     assert lock.is_free(seen / "none.lock")
 
 
-def test_lock_of_work_and_lock_of_a_hook_are_one(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_and_hook_lock_exclude_each_other(tmp_path: Path, work: Hold) -> None:
     path = tmp_path / "a.lock"
     for mine, theirs in ((work, lock.held), (lock.held, work), (work, work)):
         with mine(path, 0):
@@ -209,14 +207,14 @@ def test_lock_of_work_and_lock_of_a_hook_are_one(tmp_path: Path, work: Hold) -> 
         assert lock.is_free(path)
 
 
-def test_lock_of_work_is_free_after_an_error(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_is_free_after_an_error(tmp_path: Path, work: Hold) -> None:
     path = tmp_path / "a.lock"
     with pytest.raises(TimeoutError), work(path, 0):
         raise TimeoutError
     assert lock.is_free(path)
 
 
-def test_lock_of_work_is_taken_once_who_looks_at_it_has_gone(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_is_acquired_after_a_shared_lock_is_released(tmp_path: Path, work: Hold) -> None:
     path = tmp_path / "a.lock"
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
@@ -225,7 +223,7 @@ def test_lock_of_work_is_taken_once_who_looks_at_it_has_gone(tmp_path: Path, wor
             assert not lock.is_free(path)
 
 
-def test_file_of_a_lock_of_work_stays_and_is_roots_own(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_file_keeps_its_inode_and_has_mode_600(tmp_path: Path, work: Hold) -> None:
     """Who can open it can hold the lock."""
     path = tmp_path / "a.lock"
     with work(path, 0):
@@ -237,7 +235,9 @@ def test_file_of_a_lock_of_work_stays_and_is_roots_own(tmp_path: Path, work: Hol
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_who_waits_for_a_lock_of_work_leaves_its_file_as_it_is(tmp_path: Path, work: Hold) -> None:
+def test_waiting_for_a_work_lock_changes_neither_text_nor_mtime_of_its_file(
+    tmp_path: Path, work: Hold
+) -> None:
     """Its time says which stager took it (cache/layout.stager): O_TRUNC would set that."""
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
@@ -248,7 +248,7 @@ def test_who_waits_for_a_lock_of_work_leaves_its_file_as_it_is(tmp_path: Path, w
         assert (path.read_text(), path.stat().st_mtime) == ("1", 7)
 
 
-def test_lock_of_work_follows_no_link(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_follows_no_symlink(tmp_path: Path, work: Hold) -> None:
     path = tmp_path / "a.lock"
     path.symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match=r"a\.lock"), work(path, 0):
@@ -256,13 +256,15 @@ def test_lock_of_work_follows_no_link(tmp_path: Path, work: Hold) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_lock_of_work_makes_no_folder(tmp_path: Path, work: Hold) -> None:
+def test_work_lock_in_a_missing_directory_raises_and_creates_nothing(
+    tmp_path: Path, work: Hold
+) -> None:
     with pytest.raises(FileNotFoundError), work(tmp_path / "cache/locks/a.lock", 0):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lock_of_work_without_flock_is_an_error_and_not_a_soft_lock(
+def test_work_lock_on_a_file_system_without_flock_raises(
     tmp_path: Path, work: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: object) -> None:
@@ -274,7 +276,7 @@ def test_lock_of_work_without_flock_is_an_error_and_not_a_soft_lock(
             pass
 
 
-def test_lock_of_work_that_is_removed_after_it_was_opened_is_not_split(
+def test_work_lock_file_removed_after_opening_gives_no_two_holders(
     tmp_path: Path, work: Hold, before_flock: Callable[[Happens], None]
 ) -> None:
     path = tmp_path / "a.lock"

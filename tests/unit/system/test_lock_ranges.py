@@ -13,7 +13,7 @@ def last_byte(one: LockRange) -> int:
     return one.first_byte(UIDS - 1) + one.width - 1
 
 
-def test_no_two_users_or_kinds_of_process_have_a_byte_in_common() -> None:
+def test_lock_ranges_of_all_users_and_process_kinds_are_disjoint() -> None:
     ordered = sorted(LOCK_RANGES, key=lambda one: one.start)
     assert ordered[0].start >= 0
     assert last_byte(ordered[-1]) <= LAST_OFFSET

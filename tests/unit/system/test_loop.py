@@ -24,14 +24,14 @@ def image(tmp_path: Path) -> Iterator[Path]:
         loop.detach_device(one)
 
 
-def test_file_has_one_device_however_often_it_is_attached(image: Path) -> None:
+def test_file_attached_twice_has_one_loop_device(image: Path) -> None:
     name = loop.attach_file(image, read_only=True)
     assert loop.attach_file(image, read_only=True) == name
     assert [one.name for one in of(image)] == [name]
     assert Path(name).read_bytes() == b"x" * 8192
 
 
-def test_device_that_another_file_has_by_now_is_not_detached(image: Path) -> None:
+def test_loop_device_reused_by_another_file_is_not_detached(image: Path) -> None:
     """The list that names it may be older."""
     name = loop.attach_file(image, read_only=True)
     (one,) = of(image)
@@ -41,7 +41,7 @@ def test_device_that_another_file_has_by_now_is_not_detached(image: Path) -> Non
     assert of(image) == []
 
 
-def test_device_that_goes_with_its_last_use_is_kept_by_the_next(image: Path) -> None:
+def test_loop_device_detached_while_open_is_kept_if_attached_again(image: Path) -> None:
     name = loop.attach_file(image, read_only=True)
     with Path(name).open("rb"):
         loop.detach_device(of(image)[0])
@@ -49,7 +49,7 @@ def test_device_that_goes_with_its_last_use_is_kept_by_the_next(image: Path) -> 
     assert [one.name for one in of(image)] == [name]
 
 
-def test_file_without_a_name_is_told(image: Path) -> None:
+def test_loop_device_of_a_deleted_file_is_listed_as_deleted(image: Path) -> None:
     loop.attach_file(image, read_only=True)
     facts = image.stat()
     image.unlink()

@@ -16,14 +16,14 @@ from forestage.system import mksquashfs
         (b"", False),
     ],
 )
-def test_memory_is_named_to_a_mksquashfs_that_knows_the_word(version: bytes, knows: bool) -> None:
+def test_mksquashfs_version_with_a_memory_option_is_recognised(version: bytes, knows: bool) -> None:
     assert mksquashfs.has_memory_option(version) is knows
 
 
 @pytest.mark.parametrize(
     ("limit", "named"), [(8 << 30, "2048M"), (300 << 20, "75M"), (150 << 20, "64M"), (0, "64M")]
 )
-def test_memory_is_a_quarter_of_the_limit_and_no_less_than_mksquashfs_takes(
+def test_memory_option_of_mksquashfs_is_a_quarter_of_the_limit_and_at_least_64_mib(
     limit: int, named: str
 ) -> None:
     assert mksquashfs.format_memory_options(limit) == ("-mem", named)

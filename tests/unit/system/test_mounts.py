@@ -35,7 +35,7 @@ def of_user(uid: int) -> str:
     return f"rw,nosuid - fuse.sshfs host:/x rw,user_id={uid},group_id=0"
 
 
-def test_table_is_read_as_the_kernel_prints_it() -> None:
+def test_mount_table_is_parsed_as_the_kernel_prints_the_lines() -> None:
     assert parse_mountinfo(TABLE)[3] == MountInfo(
         *(40, 30, "259:1", "/forestage/entries/0a/image", "/lustre/a b.sqsh"),
         "ro,nosuid,nodev - xfs /dev/nvme0n1 rw",
@@ -44,7 +44,7 @@ def test_table_is_read_as_the_kernel_prints_it() -> None:
     assert parse_mountinfo("") == []
 
 
-def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
+def test_binds_of_a_directory_are_found_by_file_system_and_path_inside() -> None:
     found = list_binds_of_directory(parse_mountinfo(TABLE), "/mnt/nvme/forestage")
     assert [(mount.point, inside) for mount, inside in found] == [
         ("/lustre/a b.sqsh", "entries/0a/image"),
@@ -63,7 +63,7 @@ def test_only_binds_of_the_caches_own_file_system_and_folder_are_ours() -> None:
         ("- tmpfs fuse rw,user_id=5", 0),
     ],
 )
-def test_user_of_a_fuse_is_what_the_kernel_says(rest: str, user: int) -> None:
+def test_user_of_a_fuse_mount_is_read_from_the_kernels_options_only(rest: str, user: int) -> None:
     """Type and source are words of that user."""
     (found,) = parse_mountinfo(f"7 1 0:5 / /x rw,nosuid,nodev {rest}\n")
     assert found.fuse_user == user
@@ -84,7 +84,7 @@ def test_user_of_a_fuse_is_what_the_kernel_says(rest: str, user: int) -> None:
         ("/lustre/a", 9, 1000, False),  # itself beneath another mount
     ],
 )
-def test_users_mount_on_the_way_covers_what_lies_below(
+def test_users_fuse_mount_above_a_redirect_covers_the_redirect(
     point: str, parent: int, user: int, covers: bool
 ) -> None:
     bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
@@ -99,7 +99,7 @@ def test_users_mount_on_the_way_covers_what_lies_below(
     assert (found is not None and found.id == 4) == covers
 
 
-def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
+def test_redirect_on_top_of_a_users_fuse_mount_is_not_covered() -> None:
     bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/img")
     table = [
         MountInfo(1, 0, "0:1", "/", "/"),
@@ -109,7 +109,7 @@ def test_redirect_on_a_users_mount_is_not_covered_by_it() -> None:
     assert find_covering_fuse(table, bind) is None
 
 
-def test_outermost_cover_is_the_first_to_go() -> None:
+def test_outermost_covering_fuse_mount_is_found_first() -> None:
     bind = MountInfo(3, 2, "259:1", "/forestage/entries/0a/image", "/lustre/a/b/img")
     inner, outer = (
         MountInfo(n, 2, "0:4", "/", at, of_user(7))
@@ -148,7 +148,7 @@ def test_cache_in_a_subvolume_is_found_by_its_path_inside_the_file_system() -> N
         ("/mnt/nvme2", 2),
     ],
 )
-def test_holder_is_the_nearest_mount_and_the_newest_of_equals(path: str, expected: int) -> None:
+def test_mount_of_a_path_is_the_nearest_and_newest(path: str, expected: int) -> None:
     table = [
         MountInfo(1, 0, "0:1", "/", "/"),
         MountInfo(2, 1, "0:2", "/", "/mnt"),
@@ -185,7 +185,7 @@ USERS = {
         (2, {"/": "fuse.sshfs 1000"}, 2),
     ],
 )
-def test_users_fuse_is_found_however_far_above(
+def test_users_fuse_mount_is_found_among_all_parents_of_a_mount(
     number: int, services: dict[str, str], found: int | None
 ) -> None:
     assert find_user_fuse(list(USERS.values()), number, services) == USERS.get(found or 0)
@@ -202,7 +202,7 @@ def escaped(text: str) -> str:
 
 
 @given(NAMES, NAMES)
-def test_any_name_is_read_back(root: str, point: str) -> None:
+def test_any_path_in_the_mount_table_is_read_back(root: str, point: str) -> None:
     line = f"7 1 0:5 /{escaped(root)} /{escaped(point)} ro - tmpfs tmpfs rw\n"
     assert (
         parse_mountinfo(line * 2)
@@ -210,7 +210,7 @@ def test_any_name_is_read_back(root: str, point: str) -> None:
     )
 
 
-def test_open_file_tells_its_mount(tmp_path: Path) -> None:
+def test_mount_id_of_an_open_file_is_that_of_its_mount(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_PATH)
     under = find_mount_of_path(mounts.list_mounts(), os.path.realpath(tmp_path))
     assert under is not None
@@ -218,7 +218,7 @@ def test_open_file_tells_its_mount(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
+def test_unmount_if_same_leaves_another_mount_at_the_path(tmp_path: Path) -> None:
     """The path has become something else: taking that off would hit another's mount."""
     (tmp_path / "link").symlink_to("/proc")
     for point in (tmp_path, tmp_path / "link", Path("/proc")):
@@ -228,14 +228,14 @@ def test_mount_that_is_not_the_one_meant_is_left_alone(tmp_path: Path) -> None:
     assert Path("/proc/self").exists()
 
 
-def test_refused_mount_is_an_error_with_its_path(tmp_path: Path) -> None:
+def test_failed_mount_or_unmount_raises_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         mounts.mount(str(tmp_path / "nothing"), str(tmp_path / "nothing"), mounts.MS_BIND)
     with pytest.raises(OSError, match="nothing"):
         mounts.umount(str(tmp_path / "nothing"))
 
 
-def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -> None:
+def test_hidden_path_below_a_mount_is_found_on_the_same_mount_if_possible() -> None:
     whole = mounts.MountInfo(1, 0, "8:1", "/", "/root-only/all")
     part = mounts.MountInfo(2, 0, "8:1", "/pub", "/pub")
     hides = mounts.MountInfo(9, 2, "9:9", "/entry", "/pub/i.sqsh")
@@ -245,7 +245,7 @@ def test_place_of_what_a_mount_hides_is_on_the_same_mount_where_there_is_one() -
 
 
 @pytest.mark.parametrize("directory", ["/nvme/cache", "/nvme/odd\\ name\t\n"])
-def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(directory: str) -> None:
+def test_mountinfo_marker_matches_a_redirects_line_but_no_users_mount(directory: str) -> None:
     def line(root: str, point: str, source: str = "x", device: str = "8:1") -> str:
         for sign in "\\ \t\n":
             root, point = (one.replace(sign, f"\\{ord(sign):03o}") for one in (root, point))
@@ -273,5 +273,5 @@ def test_mark_is_in_the_line_of_a_bind_and_in_no_line_of_a_users_making(director
         ("rw,relatime - ext4 /dev/vda rw", False),
     ],
 )
-def test_server_sets_times_where_no_client_may_answer_for_it(rest: str, server: bool) -> None:
+def test_has_server_times_is_true_for_nfs_without_delegated_times(rest: str, server: bool) -> None:
     assert MountInfo(1, 0, "0:1", "/", "/mnt", rest).has_server_times is server

@@ -14,7 +14,9 @@ NAMES = [b"sleep", b"a) R 1 1 1 1", b"(((", b"x y\nz", b"\xff\xfe) Z"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_name_says_nothing_of_state_parent_and_session(tmp_path: Path, name: bytes) -> None:
+def test_process_stat_is_parsed_right_whatever_the_process_name(
+    tmp_path: Path, name: bytes
+) -> None:
     fields = b"S 70 71 72 0 -1" + b" 0" * 13 + b" 4247" + b" 0" * 30
     (tmp_path / "stat").write_bytes(b"71 (%s) %s\n" % (name, fields))
     (tmp_path / "comm").write_bytes(name + b"\n")
@@ -22,17 +24,17 @@ def test_name_says_nothing_of_state_parent_and_session(tmp_path: Path, name: byt
     assert os.fsencode(processes.read_name(tmp_path)) == name
 
 
-def test_process_that_only_waits_to_be_reaped_is_over() -> None:
+def test_zombie_process_counts_as_over() -> None:
     assert [ProcessStat(state, 1, 1, 1).is_over for state in "RSDZX"] == [False] * 3 + [True] * 2
 
 
-def test_own_process_is_among_those_of_the_node() -> None:
+def test_own_process_is_listed_with_its_state_parent_and_session() -> None:
     assert os.getpid() in [*processes.list_pids()]
     own = processes.read_stat(Path("/proc/self"))
     assert (own.state, own.parent, own.session) == ("R", os.getppid(), os.getsid(0))
 
 
-def test_process_is_trusted_by_its_real_id(tmp_path: Path) -> None:
+def test_process_is_trusted_by_its_real_uid(tmp_path: Path) -> None:
     """As proc_pid_status(5) shows it: a newline in the name is escaped there."""
     own = os.getuid()
     for uids, is_trusted in (
@@ -50,7 +52,7 @@ def test_process_is_trusted_by_its_real_id(tmp_path: Path) -> None:
     assert not processes.is_trusted(tmp_path / "gone")
 
 
-def test_process_that_has_ended_is_an_error() -> None:
+def test_reading_an_ended_process_raises() -> None:
     gone = Path("/proc/4194305")  # above the most that Linux gives
     for look in (processes.read_stat, processes.read_name):
         with pytest.raises(FileNotFoundError):

@@ -10,11 +10,13 @@ from forestage.system import sha256
 DATA = b"\0" * 1000
 
 
-def test_digits_are_those_of_hashlib() -> None:
+def test_sha256_equals_hashlibs() -> None:
     assert sha256.sha256(DATA) == hashlib.sha256(DATA).hexdigest()
 
 
-def test_python_built_without_its_own_uses_hashlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sha256_falls_back_to_hashlib_without_the_builtin_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = importlib.import_module
 
     def without(name: str) -> object:

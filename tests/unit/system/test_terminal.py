@@ -46,7 +46,7 @@ def a_table(path: str) -> TextTable:
     "piece",
     [a_table(PATH), NamedValues((("path", PATH),)), TextLine(PATH), TextLine(PATH, indent=2)],
 )
-def test_long_path_is_folded_and_whole(piece: OutputBlock, width: int) -> None:
+def test_long_path_in_the_terminal_is_folded_and_complete(piece: OutputBlock, width: int) -> None:
     lines = drawn(piece, width)
     assert max(map(len, lines)) <= width
     assert len(lines) > 1
@@ -54,12 +54,12 @@ def test_long_path_is_folded_and_whole(piece: OutputBlock, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_keys_and_sizes_are_never_folded(width: int) -> None:
+def test_keys_and_sizes_in_the_terminal_are_never_folded(width: int) -> None:
     assert drawn(a_table(PATH), width)[1].startswith(f"{KEY}  23 GiB  /lustre")
 
 
 @pytest.mark.parametrize("width", [40, 80, 96, 200])
-def test_table_that_is_wider_than_the_terminal_is_names_and_values(width: int) -> None:
+def test_table_wider_than_the_terminal_is_printed_as_names_and_values(width: int) -> None:
     columns = tuple(f"column-{number}" for number in range(8))
     rows = tuple(tuple(f"{row}-{number}" for number in range(8)) for row in range(2))
     lines = drawn(TextTable(columns, rows), width)
@@ -71,26 +71,26 @@ def test_table_that_is_wider_than_the_terminal_is_names_and_values(width: int) -
         assert lines[0].split() == ["column-0", "0-0"]
 
 
-def test_whole_line_is_never_folded() -> None:
+def test_line_marked_as_whole_is_never_folded() -> None:
     assert drawn(TextLine(PATH, whole=True), 80) == [PATH]
 
 
-def test_empty_line_is_a_line() -> None:
+def test_empty_line_is_printed_as_a_line() -> None:
     assert (drawn(TextLine(""), 80), written(TextLine(""))) == ([""], [""])
 
 
-def test_row_in_a_pipe_is_one_line() -> None:
+def test_table_row_in_a_pipe_is_one_line() -> None:
     assert written(a_table(PATH)) == ["KEY             SIZE  PATH", f"{KEY}  23 GiB  {PATH}"]
 
 
 @pytest.mark.parametrize("text", ["[bold]x[/bold]", ":smile:", "[/]", "[link=http://x]x[/link]"])
-def test_markup_in_data_is_data(text: str) -> None:
+def test_markup_in_printed_text_is_shown_literally(text: str) -> None:
     for piece in (TextLine(text), NamedValues(((text, text),)), a_table(text)):
         assert text in "".join(drawn(piece, 80))
 
 
 @given(st.text(max_size=3000))
-def test_harmless_text_is_printable_and_keeps_what_was(text: str) -> None:
+def test_escaped_control_characters_are_printable_and_no_text_is_lost(text: str) -> None:
     shown = escape_control_characters(text)
     assert shown.isprintable()
     assert len(shown) >= len(text)
@@ -110,10 +110,10 @@ def test_harmless_text_is_printable_and_keeps_what_was(text: str) -> None:
         (187_201, "2d4h"),
     ],
 )
-def test_age_has_its_two_largest_units(seconds: float, expected: str) -> None:
+def test_age_is_formatted_with_its_two_largest_units(seconds: float, expected: str) -> None:
     assert format_age(seconds) == expected
 
 
-def test_counting_in_words() -> None:
+def test_count_is_formatted_with_singular_or_plural() -> None:
     assert [format_count(n, "job") for n in (0, 1, 2)] == ["0 jobs", "1 job", "2 jobs"]
     assert format_count(2, "entry", "entries") == "2 entries"

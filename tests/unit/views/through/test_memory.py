@@ -5,7 +5,7 @@ from forestage.views.through.memory import PendingRead, RequestJournal
 READ = PendingRead(unique=2**63 + 2, offset=2**40, size=2**20, adopted=7, pid=4_000_000)
 
 
-def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
+def test_request_journal_lists_a_read_until_its_reply_clears_the_record() -> None:
     memory = RequestJournal(receivers=2)
     assert memory.is_empty()
     memory.write(5, READ)
@@ -18,7 +18,7 @@ def test_read_that_was_noted_is_found_until_it_is_answered() -> None:
     assert memory.is_empty()
 
 
-def test_request_in_a_slot_is_something_to_adopt() -> None:
+def test_request_journal_with_a_request_in_a_slot_is_not_empty() -> None:
     memory = RequestJournal(receivers=3)
     memory.slot(2)[:8] = (40).to_bytes(4, "little") + b"read"
     assert not memory.is_empty()
@@ -29,7 +29,7 @@ def test_request_in_a_slot_is_something_to_adopt() -> None:
     assert bytes(memory.slot(2)[4:8]) == b"read"
 
 
-def test_server_that_was_reaped_has_ended() -> None:
+def test_request_journal_records_the_end_of_the_server() -> None:
     memory = RequestJournal(receivers=2)
     assert not memory.ended
     memory.end()

@@ -17,18 +17,18 @@ from forestage.views.through.reads import (
 MIB = 1024 * 1024
 
 
-def test_reader_is_straight_once_it_has_read_a_run() -> None:
+def test_read_stream_is_sequential_after_a_run_of_contiguous_reads() -> None:
     streams = ReadStreams()
     found = [streams.straight(at, MIB // 2) for at in range(0, RUN + MIB, MIB // 2)]
     assert found == [False] * 2 + [True] * 2
 
 
-def test_what_the_kernel_reads_ahead_at_once_is_not_straight() -> None:
+def test_single_large_reads_at_random_offsets_are_not_sequential() -> None:
     streams = ReadStreams()
     assert not any(streams.straight(start * 17 * MIB, MAX_READ) for start in range(10))
 
 
-def test_read_ahead_out_of_order_is_still_straight() -> None:
+def test_reads_slightly_out_of_order_are_still_sequential() -> None:
     streams = ReadStreams()
     for start in (0, 2, 1, 3):
         streams.straight(start * MIB, MIB)
@@ -36,7 +36,7 @@ def test_read_ahead_out_of_order_is_still_straight() -> None:
     assert streams.straight(4 * MIB, MIB)
 
 
-def test_reader_that_hops_is_not_straight_and_spoils_no_other() -> None:
+def test_random_reads_are_not_sequential_and_leave_another_stream_sequential() -> None:
     streams = ReadStreams()
     for start in range(4):
         streams.straight(start * MIB, MIB)
@@ -44,7 +44,7 @@ def test_reader_that_hops_is_not_straight_and_spoils_no_other() -> None:
     assert streams.straight(4 * MIB, MIB)
 
 
-def test_reader_that_hops_about_in_one_place_is_not_straight() -> None:
+def test_random_reads_within_a_small_region_are_not_sequential() -> None:
     streams = ReadStreams()
     hops = [(number * 7 % 13) * MIB for number in range(100)]
     assert not any(streams.straight(at, 128 * 1024) for at in hops)
@@ -52,7 +52,7 @@ def test_reader_that_hops_about_in_one_place_is_not_straight() -> None:
     assert found[-4:] == [True] * 4
 
 
-def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
+def test_too_many_read_streams_forget_the_oldest() -> None:
     streams = ReadStreams()
     for start in range(4):
         streams.straight(start * MIB, MIB)
@@ -64,11 +64,13 @@ def test_more_streams_than_can_be_told_apart_forget_the_oldest() -> None:
 @pytest.mark.parametrize(
     ("last", "wanted"), [(0.0, PATIENCE), (PATIENCE, 4 * PATIENCE), (100.0, LONGEST)]
 )
-def test_patience_grows_with_the_time_that_a_piece_takes(last: float, wanted: float) -> None:
+def test_timeout_for_a_piece_grows_with_the_time_of_the_last_piece(
+    last: float, wanted: float
+) -> None:
     assert piece_timeout(last) == wanted
 
 
-def test_copy_counts_as_coming_until_a_reader_has_waited_in_vain() -> None:
+def test_copy_counts_as_progressing_until_a_reader_waited_longer_than_the_patience() -> None:
     arrivals = ArrivalMonitor(100.0)
     arrivals.look(0, waits=True, now=100.0 + PATIENCE / 2)
     assert arrivals.come
@@ -78,7 +80,7 @@ def test_copy_counts_as_coming_until_a_reader_has_waited_in_vain() -> None:
     assert arrivals.come
 
 
-def test_copy_that_has_not_begun_is_waited_for_a_moment_and_again_once_it_has() -> None:
+def test_copy_not_yet_begun_counts_as_progressing_briefly_and_again_once_begun() -> None:
     arrivals = ArrivalMonitor(100.0)
     arrivals.look(-1, waits=True, now=100.0)
     arrivals.look(-1, waits=True, now=100.0 + BEGIN / 2)
@@ -89,7 +91,7 @@ def test_copy_that_has_not_begun_is_waited_for_a_moment_and_again_once_it_has() 
     assert arrivals.come
 
 
-def test_time_in_which_nobody_waits_does_not_count() -> None:
+def test_time_without_a_waiting_reader_does_not_count_as_lack_of_progress() -> None:
     arrivals = ArrivalMonitor(100.0)
     arrivals.look(0, waits=False, now=200.0)  # a stager that has nothing to hurry for
     arrivals.look(0, waits=True, now=200.0 + PATIENCE / 2)
