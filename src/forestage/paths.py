@@ -94,7 +94,7 @@ class NodePaths(msgspec.Struct, frozen=True):
 
     @property
     def mounting(self) -> Path:
-        """Who mounts locks a byte of it; src/spank/namespace.c does, too."""
+        """Who mounts locks a byte of it; src/spank/task_namespace.c does, too."""
         return self.run / "mounting"
 
     @property

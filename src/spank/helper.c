@@ -19,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define VARIABLES 26         /* more than the environment has */
 #define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */

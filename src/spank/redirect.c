@@ -1,4 +1,4 @@
-/* How does the path show the copy? By a mount, in the namespace that the task enters (namespace.c). */
+/* How does the path show the copy? By a mount, in the namespace that the task enters (task_namespace.c). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define STALE_BINDS 8 /* unmounted from one path at most */
 /* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */

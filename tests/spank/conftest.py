@@ -45,11 +45,11 @@ OTHERS: Others = {
         "EXIT_MS": (5000, 500),
         "KILLED_MS": (2000, 60000),
     },
-    "option.c": {"CHECK_MS": (2000, 60000)},
-    "shown.c": {"PROLOG_US": (1000000, 60000000)},
-    "through.c": {"ANSWER_SECONDS": (1, 2)},
-    "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
-    "forestage.h": {"MOST_DATA": ("40", " 6")},
+    "stage_options.c": {"CHECK_MS": (2000, 60000)},
+    "step_record.c": {"PROLOG_US": (1000000, 60000000)},
+    "read_through.c": {"ANSWER_SECONDS": (1, 2)},
+    "task_namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
+    "plugin.h": {"MOST_DATA": ("40", " 6")},
     "constants.h": {
         "JOB_DIR": ('"/forestage/job"', f'"{OWN}"'),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
@@ -61,16 +61,16 @@ OTHERS: Others = {
 
 HASTY: Others = {
     **OTHERS,
-    "namespace.c": {},
+    "task_namespace.c": {},
     "constants.h": {**OTHERS["constants.h"], "TASK_TURNS": (TASK_TURNS, 2)},
-    "option.c": {"CHECK_MS": (2000, 300)},
+    "stage_options.c": {"CHECK_MS": (2000, 300)},
 }
 """For tests in which a mount or a program hangs, and somebody waits for that limit."""
 
 
 CROWDED: Others = {
     **OTHERS,
-    "namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 5000)},
+    "task_namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 5000)},
 }
 """For tests in which a task waits for its turn to mount."""
 

@@ -16,7 +16,7 @@ import properties  # noqa: F401 - before the first example
 PARSER = """
 #include <stdio.h>
 #include <string.h>
-#include "forestage.h"
+#include "plugin.h"
 
 int main(void)
 {
@@ -58,7 +58,7 @@ GRAMMAR = {
     "variable": f"({TEXT})(?:\t({TEXT}))?",
     "image": f"({TEXT})\t(?P<n0>-?[0-9]+)\t({TEXT})\t({REST})",
 }
-"""As slurm/lines and cache/step_record have it, in another way than answer.c; in its order."""
+"""As slurm/lines and cache/step_record have it, in another way than step_protocol.c; in its order."""
 
 FIELDS = ("/a", "/", "/dev/loop9", "/x y/%d", "5", "-5", str(2**64), str(2**64 - 1), "0", "1", "7x")
 MORE = (
@@ -90,7 +90,7 @@ def parser(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "main.c").write_text(PARSER)
     out = folder / "parser"
     command = ["gcc", "-std=gnu11", f"-I{FOLDER}", *WARNINGS, *SANITIZERS, "-o", str(out)]
-    subprocess.run([*command, str(folder / "main.c"), str(FOLDER / "answer.c")], check=True)
+    subprocess.run([*command, str(folder / "main.c"), str(FOLDER / "step_protocol.c")], check=True)
     return out
 
 

@@ -158,7 +158,7 @@ def test_repository_file_named_in_a_source_exists() -> None:
     named = re.compile(r"(?<![\w/.${}*-])((?:[a-z_]+/)+\w+\.py|(?:src/)?spank/\w+\.[ch])\b")
     outside = {"slurm/spank.h"}
     found = [(file, name) for file, text in texts() for name in named.findall(text)]
-    assert {"packaging/man/forestage.1", "src/spank/answer.c"} <= {file for file, _ in found}
+    assert {"packaging/man/forestage.1", "src/spank/step_protocol.c"} <= {file for file, _ in found}
     for file, name in found:
         assert name in outside or leads_to(name, file), f"{file} names {name}"
 

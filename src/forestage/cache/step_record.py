@@ -17,7 +17,7 @@ those of the configuration, the off switch, enroot's own and, last, the lease an
 whatever a hook changes in them makes the record void. So a race with a hook costs a helper's run,
 never more. By enroot's, by the user's and by the variables it was decided that no container of the
 step binds what is above the image (hooks/container_binds.py). The end of an image's line is the
-helper's answer, EVENT the rest of its event's JSON. `src/spank/shown.c` reads this.
+helper's answer, EVENT the rest of its event's JSON. `src/spank/step_record.c` reads this.
 """
 
 import contextlib

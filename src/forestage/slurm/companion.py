@@ -1,6 +1,6 @@
 """Whether Slurm on this node loads the SPANK companion: what `redirect: auto` goes by; and pyxis.
 
-The companion leaves a mark below /run when slurmd or a step loads it (src/spank/forestage.c). So it
+The companion leaves a mark below /run when slurmd or a step loads it (src/spank/plugin.c). So it
 is known to fit this Slurm, and a node without it pays for one stat(2). The mark stays when the
 admin takes the line out of plugstack.conf, so that file is read as well.
 """

@@ -17,9 +17,9 @@ ones belong to the path. Then {node} (0 for the job's first node), {nodes} and {
 replaced, and %2C, %20, %40, %7B decoded. Nothing else in braces has a meaning.
 
 --stage, --stage-wait, --stage-dir and --stage-tell of srun, sbatch and salloc are the same words,
-which the companion joins with newlines (src/spank/option.c). Each --stage is one path, from / on,
-in which commas, spaces and % mean nothing. A word that is given as an option counts alone: what
-the comment says with the same word is ignored.
+which the companion joins with newlines (src/spank/stage_options.c). Each --stage is one path, from
+/ on, in which commas, spaces and % mean nothing. A word that is given as an option counts alone:
+what the comment says with the same word is ignored.
 """
 
 import re
@@ -54,8 +54,8 @@ ABSOLUTE = "the path from / on"
 OFF_WORDS = ("off", "no", "none")  # values of stage=
 
 REFUSED = 65
-"""The exit status of `forestage hints` by which the companion, which runs it (src/spank/option.c),
-knows a refusal: no crash and no older release ends so."""
+"""The exit status of `forestage hints` by which the companion, which runs it
+(src/spank/stage_options.c), knows a refusal: no crash and no older release ends so."""
 
 RequestOrigin = Literal["option", "hint"]
 RequestKind = Literal["image", "imported", "directory", "mount", "fill"]

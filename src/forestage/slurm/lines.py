@@ -1,9 +1,8 @@
-"""What the companion is told: lines of fields between tabs. `src/spank/answer.c` takes them apart.
+"""The step protocol: lines of fields between tabs, which `src/spank/step_protocol.c` parses.
 
 A step's helper answers by them, who imports an image sends them to the tasks that wait, a packet
 each (features/registry/waiting.py), and a record keeps them for further steps
-(cache/step_record.py). LANGUAGE
-is the first. A companion that knows another one leaves the step as it is. What else it does not
+(cache/step_record.py). LANGUAGE is the first. A companion that knows another one leaves the step as it is. What else it does not
 understand it leaves out.
 
     say     TEXT                            for the user, who sits at the terminal and waits

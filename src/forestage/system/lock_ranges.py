@@ -25,7 +25,7 @@ TASK_MOUNTS = LockRange(0, 1 << 29)
 """Of processes that mount for a task: TASK_TURNS bytes, then one for each path, by its hash."""
 
 TASK_TURNS = 8
-"""So many of a user's hang on a node (src/spank/namespace.c)."""
+"""So many of a user's hang on a node (src/spank/task_namespace.c)."""
 
 USER_FILES = LockRange(1 << 61, 8)
 """Of processes that read a user's own files: so many hang on a node (hooks/container_binds)."""

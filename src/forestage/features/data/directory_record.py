@@ -11,7 +11,7 @@
 A helper gives no answer while the package is upgraded, or once it was removed; the job still has
 its files. So the record counts whatever the admin has switched off since, unlike that of images
 (cache/step_record.py). Jobs outlive an upgrade: a companion reads this format and the one before,
-and a hook leaves a record of another format as it is. `src/spank/shown.c` reads this.
+and a hook leaves a record of another format as it is. `src/spank/step_record.c` reads this.
 """
 
 import os

@@ -1,8 +1,8 @@
 """What is wrong with the words of --stage and its kin: `forestage hints`, where a job is submitted.
 
-The companion runs it in srun, sbatch and salloc, as the user (src/spank/option.c). The same words
-get the same answer on every host: nothing here looks at a file, at the configuration or at Slurm.
-Nor is it what protects a node: the Prolog reads the words again.
+The companion runs it in srun, sbatch and salloc, as the user (src/spank/stage_options.c). The same
+words get the same answer on every host: nothing here looks at a file, at the configuration or at
+Slurm. Nor is it what protects a node: the Prolog reads the words again.
 """
 
 import sys

@@ -6,7 +6,7 @@
 srun ends a launch after 600 s, and an import may take longer. So the helper answers at once that
 somebody else knows, and a process of its own goes on: it has the worker resolve and import, stages
 the file that comes of it as any other, and says to the tasks what it would have said to the
-companion (src/spank/later.c). It ends when nobody waits any more, and the worker with it.
+companion (src/spank/import_wait.c). It ends when nobody waits any more, and the worker with it.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Who waits for an image of a registry: the tasks of a step, each at its connection to a socket.
 
-They hear lines (slurm/lines.py), a packet each (src/spank/later.c).
+They hear lines (slurm/lines.py), a packet each (src/spank/import_wait.c).
 """
 
 import socket

@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define EVENT_BYTES (RECORD_BYTES + 200)
 #define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
@@ -310,7 +310,7 @@ static bool is_directory_format(const char *line)
 /*
  * The record says what a helper would (features/data/directory_record.py). It counts while staging
  is off, too:
- * the job has the directory already. That its device still shows its file the task sees (data.c).
+ * the job has the directory already. That its device still shows its file the task sees (data_mounts.c).
  */
 void recall_directory(const struct asker *who, struct step *step)
 {

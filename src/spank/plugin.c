@@ -4,11 +4,11 @@
  * Once per step and node, before pyxis looks at the image, the helper `forestage step` is asked
  * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
  * the path in a mount namespace of its own (redirect.c), or the file that the copy's keeper serves
- * while the copy is under way (through.c), and the data of the job's comment at its mount points
- * (data.c). An image of a registry may have to be imported first: then the tasks wait (later.c).
+ * while the copy is under way (read_through.c), and the data of the job's comment at its mount points
+ * (data_mounts.c). An image of a registry may have to be imported first: then the tasks wait (import_wait.c).
  * Whatever fails: the path stays as it is, the step goes on.
  *
- * In srun, sbatch and salloc it has the options that say what a job wants staged (option.c).
+ * In srun, sbatch and salloc it has the options that say what a job wants staged (stage_options.c).
  *
  * Plugstack arguments, listed before pyxis:
  *   helper=PATH       the program to ask; default /usr/lib/forestage/bin/forestage
@@ -22,7 +22,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #pragma GCC visibility push(default)
 SPANK_PLUGIN(forestage, 1)

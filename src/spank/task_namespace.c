@@ -39,7 +39,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define LIMIT_MS 2000  /* for each mount, from when it has its places */
 #define QUEUE_MS 30000 /* for all that comes before the mounts of a task, in all tries */

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 /*
  * The fields after a line's word, a letter each:

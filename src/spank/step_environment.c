@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define WAS "FORESTAGE_WAS_"
 #define SEEDS JOB_DIR "/seed/"

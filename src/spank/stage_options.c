@@ -27,7 +27,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define CHECK_MS 2000	   /* for `forestage hints` */
 #define ANSWER_MOST 8192   /* of what it says */

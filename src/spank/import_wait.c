@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define NAME "forestage-wait"
 

@@ -11,7 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define ANSWER_SECONDS 1 /* for each packet to or from the keeper; below LIMIT_MS */
 #define MOUNT "mount"    /* asks for a clone of its mount: system/holder.py */

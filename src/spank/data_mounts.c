@@ -14,7 +14,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "forestage.h"
+#include "plugin.h"
 
 #define PATIENCE_SECONDS (SERVED_SECONDS + 7) /* a busy node takes longer */
 #define MADE "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */

@@ -105,23 +105,23 @@ void remember_manager(void);
  */
 const char *ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
 
-/* answer.c. Takes a line apart, in place; its word. What counts for nothing is ODD. */
+/* step_protocol.c. Takes a line apart, in place; its word. What counts for nothing is ODD. */
 enum word understand(char *text, struct line *line);
 
-/* answer.c. A field that is a number, and four of them. */
+/* step_protocol.c. A field that is a number, and four of them. */
 unsigned long long number(const struct line *line, int field);
 void take_numbers(const struct line *line, int first, unsigned long long numbers[4]);
 
 /* helper.c. Takes over what a line answers on an image: USE, THROUGH, LATER or LEAVE. */
 void take_answer(const struct line *line, struct step *step);
 
-/* later.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */
+/* import_wait.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */
 void await_answer(spank_t sp, struct step *step);
 
-/* shown.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
+/* step_record.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
 void recall(const struct asker *who, struct step *step);
 
-/* shown.c. As `recall`, of the job's own directory, which needs no helper. */
+/* step_record.c. As `recall`, of the job's own directory, which needs no helper. */
 void recall_directory(const struct asker *who, struct step *step);
 
 /* What the companion notes of a step: whose it is, microseconds in all, and the rest of its JSON. */
@@ -132,7 +132,7 @@ struct event {
 	const char *rest;
 };
 
-/* shown.c. A line of the event log, and of what its user may read. */
+/* step_record.c. A line of the event log, and of what its user may read. */
 void append_event(const char *log, const struct event *event);
 
 /* Between two looks at what is about to end. */
@@ -141,36 +141,36 @@ void wait_a_moment(void);
 /* helper.c. Of a clock that nobody sets. */
 long long now_ms(void);
 
-/* namespace.c. Shows a task these, in their order; for each that it is not shown, why is said and noted. */
+/* task_namespace.c. Shows a task these, in their order; for each that it is not shown, why is said and noted. */
 void show_items(spank_t sp, struct item *items, int count);
 
-/* forestage.c. In the task: what may take long. NULL, or why it is not shown, and errno. */
+/* plugin.c. In the task: what may take long. NULL, or why it is not shown, and errno. */
 const char *fetch_item(const struct item *item);
 
-/* forestage.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
+/* plugin.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
 const char *show_item(spank_t sp, const struct item *item);
 
-/* forestage.c. Notes for `forestage explain` why it is not shown, once a step. Waits for a disk. */
+/* plugin.c. Notes for `forestage explain` why it is not shown, once a step. Waits for a disk. */
 void note_failure(spank_t sp, const struct item *item);
 
-/* forestage.c. In the task: why it is not shown. */
+/* plugin.c. In the task: why it is not shown. */
 void say_failure(spank_t sp, const struct item *item);
 
-/* namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
+/* task_namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
 void will_change(void);
 
-/* through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
+/* read_through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
 int connect_keeper(const char *path);
 
-/* through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
+/* read_through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
 const char *open_through(const struct step *step, struct copy *copy);
 
 #define ANSWER_BYTES 1024 /* the longest answer of a keeper that counts */
 
-/* through.c. A detached clone of the mount that a keeper holds; -1, errno, and what it answers. */
+/* read_through.c. A detached clone of the mount that a keeper holds; -1, errno, and what it answers. */
 int fetch_mount(int keeper, char answer[ANSWER_BYTES]);
 
-/* through.c. Mounts it on the open directory or file `target`; false, and errno. */
+/* read_through.c. Mounts it on the open directory or file `target`; false, and errno. */
 bool attach_mount(int mount, int target);
 
 /* redirect.c. Opens the folder and the image of the entry. NULL, or why not, and errno. */
@@ -191,46 +191,46 @@ int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
 /* redirect.c. The path shows the entry in a namespace of this process. NULL, or why not, and errno. */
 const char *redirect(spank_t sp, const struct step *step);
 
-/* option.c. At init: has Slurm offer `--stage`; in srun and sbatch, forgets an earlier job's. */
+/* stage_options.c. At init: has Slurm offer `--stage`; in srun and sbatch, forgets an earlier job's. */
 void offer_options(spank_t sp);
 
 /*
- * option.c. Once all options of a job, or of a part of it, are read: hands them to its Prologs. Ends
+ * stage_options.c. Once all options of a job, or of a part of it, are read: hands them to its Prologs. Ends
  * the program where `helper hints` refuses them; NULL: they are not checked.
  */
 void hand_over(spank_t sp, const char *helper);
 
-/* data.c. One of the lines on the job's data; keeps its text, or frees that. */
+/* data_mounts.c. One of the lines on the job's data; keeps its text, or frees that. */
 void take_datum(const struct line *line, char *text);
 
-/* data.c. Before a helper is asked (again). */
+/* data_mounts.c. Before a helper is asked (again). */
 void forget_data(void);
 
-/* data.c. In user_init: what the helper said of the step's environment. */
+/* data_mounts.c. In user_init: what the helper said of the step's environment. */
 void set_variables(spank_t sp);
 
-/* data.c. Whether a line says that the step has the job's own directory, or that it has none. */
+/* data_mounts.c. Whether a line says that the step has the job's own directory, or that it has none. */
 bool is_directory_named(void);
 
 /*
- * environment.c. Takes out all that forestage puts into an environment: it may be of another job, or of
+ * step_environment.c. Takes out all that forestage puts into an environment: it may be of another job, or of
  * another node. Whether that had a job's own directory.
  */
 bool forget_variables(spank_t sp);
 
-/* environment.c. As before, of the variables alone that lead into a job's own directory. */
+/* step_environment.c. As before, of the variables alone that lead into a job's own directory. */
 bool forget_directory(spank_t sp);
 
-/* environment.c. Keeps what the user had of a variable that leads into the job's own directory. */
+/* step_environment.c. Keeps what the user had of a variable that leads into the job's own directory. */
 void set_variable(spank_t sp, const char *name, const char *value);
 
-/* data.c. All that is to be mounted, in the order of the lines; how many that are. */
+/* data_mounts.c. All that is to be mounted, in the order of the lines; how many that are. */
 int list_data(struct item *items);
 
-/* data.c. NULL, or why it cannot be had, and errno. Waits for who serves it. */
+/* data_mounts.c. NULL, or why it cannot be had, and errno. Waits for who serves it. */
 const char *fetch_datum(struct datum *one);
 
-/* data.c. NULL, or why nothing is mounted there, and errno. */
+/* data_mounts.c. NULL, or why nothing is mounted there, and errno. */
 const char *show_datum(spank_t sp, struct datum *one);
 
 #endif
