@@ -21,30 +21,30 @@
 
 #include "plugin.h"
 
-#define VARIABLES 26         /* more than the environment has */
-#define VALUE_BYTES 65536    /* the longest value taken from the step's own environment */
-#define ENVIRONMENT_BYTES (8 << 20) /* of a job; no helper gets a longer one */
-#define ENVIRONMENT 3        /* the descriptor by which the helper gets it */
-#define LINES_SAID 100       /* more than so many lines are not for a user */
-#define LOOK_MS 1000         /* between two looks whether the step is being signalled */
-#define LOOKS_SIGNALLED 3    /* so many looks in a row must find a request that waits */
-#define DESCRIPTORS 1024     /* looked at for such requests; a step manager has a few dozen */
-#define CONTAINED_SECONDS 50 /* where such requests are not seen: below UnkillableStepTimeout */
-#define RECALL_SECONDS 2     /* for a look at the record and the image; then a helper is asked */
-#define EXIT_MS 5000         /* for the helper's exit once it has answered */
-#define KILLED_MS 2000       /* for the end of a killed helper; one stuck in the kernel is left */
+#define MAX_VARIABLES 26                 /* more than the environment has */
+#define MAX_VALUE_BYTES 65536            /* the longest value taken from the step's environment */
+#define MAX_ENVIRONMENT_BYTES (8 << 20)  /* of a job; no helper gets a longer one */
+#define ENVIRONMENT_FD 3                 /* the descriptor by which the helper gets it */
+#define MAX_USER_LINES 100               /* more lines are not for a user */
+#define SIGNAL_CHECK_MS 1000             /* between two checks whether the step is being signalled */
+#define SIGNAL_CHECKS 3                  /* so many in a row must find a request that waits */
+#define MAX_DESCRIPTORS 1024             /* checked for such requests; a step manager has dozens */
+#define CONTAINED_TIMEOUT_S 50           /* without such checks: below UnkillableStepTimeout */
+#define RECORD_TIMEOUT_S 2               /* for reading record and image; then a helper is asked */
+#define EXIT_TIMEOUT_MS 5000             /* for the helper's exit once it has answered */
+#define KILL_TIMEOUT_MS 2000             /* for a killed helper's end; one stuck in the kernel is left */
 
-static pid_t manager;      /* the step manager */
-static int namespace = -1; /* its mount namespace: the node's */
+static pid_t manager_pid;          /* the step manager */
+static int node_namespace_fd = -1; /* its mount namespace: the node's */
 
-void remember_manager(void)
+void save_step_manager(void)
 {
-	manager = getpid();
-	namespace = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
+	manager_pid = getpid();
+	node_namespace_fd = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
 }
 
 __attribute__((format(printf, 2, 3)))
-static void add(char **env, const char *format, ...)
+static void add_variable(char **env, const char *format, ...)
 {
 	va_list values;
 
@@ -56,39 +56,40 @@ static void add(char **env, const char *format, ...)
 	va_end(values);
 }
 
-static void add_from_step(char **env, spank_t sp, const char *name)
+static void copy_step_variable(char **env, spank_t sp, const char *name)
 {
-	char value[VALUE_BYTES + 1];
+	char value[MAX_VALUE_BYTES + 1];
 
 	if (spank_getenv(sp, name, value, sizeof(value)) == ESPANK_SUCCESS)
-		add(env, "%s=%s", name, value);
+		add_variable(env, "%s=%s", name, value);
 }
 
 /*
  * The groups that Slurm has given the step, which this node's name service may not know. Left out
  * where they are too many for a variable: the helper then asks the name service.
  */
-static void add_groups(char **env, const struct asker *who)
+static void add_group_ids(char **env, const struct requester *requester)
 {
-	static char listed[VALUE_BYTES];
-	size_t have = 0;
+	static char list[MAX_VALUE_BYTES];
+	size_t length = 0;
 
-	for (int i = 0; i < who->count && have < sizeof(listed); i++)
-		have += (size_t)snprintf(listed + have, sizeof(listed) - have, "%s%u", i ? "," : "",
-					 (unsigned int)who->groups[i]);
-	if (who->count > 0 && have < sizeof(listed))
-		add(env, STEP_GROUPS "=%s", listed);
+	for (int i = 0; i < requester->group_count && length < sizeof(list); i++)
+		length += (size_t)snprintf(list + length, sizeof(list) - length, "%s%u",
+					   i ? "," : "", (unsigned int)requester->groups[i]);
+	if (requester->group_count > 0 && length < sizeof(list))
+		add_variable(env, STEP_GROUPS "=%s", list);
 }
 
 /*
  * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
  * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
- * ids, directory and node name. Partition and the step's nodes (add_from_step) are the user's word,
- * as they can change their step's environment, and so are image, save and home, as written. No SLURM_JOB_USER:
- * the helper looks the name up by uid.
+ * ids, directory and node name. Partition and the step's nodes (copy_step_variable) are the user's
+ * word, as they can change their step's environment, and so are image, save and home, as written. No
+ * SLURM_JOB_USER: the helper looks the name up by uid.
  */
-static void describe_step(char **env, spank_t sp, const struct step *step,
-			  const struct asker *who, long timeout, bool has_environment)
+static void build_helper_environment(char **env, spank_t sp, const struct step *step,
+				     const struct requester *requester, long timeout_s,
+				     bool has_environment)
 {
 	const char *option = "SPANK__SLURM_SPANK_OPTION_pyxis_container";
 	/* The step manager's own: the step's may be that of the node where srun was called. */
@@ -96,74 +97,75 @@ static void describe_step(char **env, spank_t sp, const struct step *step,
 	const char *path = getenv("PATH"); /* on which pyxis finds enroot */
 	char home[PATH_MAX];
 
-	add(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
-	add(env, "LANG=C.UTF-8");
-	add(env, "SLURM_SCRIPT_CONTEXT=spank_step");
-	add(env, "SLURM_JOB_ID=%u", who->job);
-	add(env, "SLURM_JOB_UID=%u", who->uid);
-	add(env, "SLURM_JOB_GID=%u", who->gid);
-	add_groups(env, who);
-	add(env, "SLURM_STEP_ID=%u", who->number);
-	if (step->folder[0])
-		add(env, "SLURM_JOB_WORK_DIR=%s", step->folder);
-	add_from_step(env, sp, "SLURM_JOB_PARTITION");
-	add_from_step(env, sp, "SLURM_STEP_NODELIST");
+	add_variable(env, "PATH=/usr/sbin:/usr/bin:/sbin:/bin");
+	add_variable(env, "LANG=C.UTF-8");
+	add_variable(env, "SLURM_SCRIPT_CONTEXT=spank_step");
+	add_variable(env, "SLURM_JOB_ID=%u", requester->job_id);
+	add_variable(env, "SLURM_JOB_UID=%u", requester->uid);
+	add_variable(env, "SLURM_JOB_GID=%u", requester->gid);
+	add_group_ids(env, requester);
+	add_variable(env, "SLURM_STEP_ID=%u", requester->step_id);
+	if (step->working_directory[0])
+		add_variable(env, "SLURM_JOB_WORK_DIR=%s", step->working_directory);
+	copy_step_variable(env, sp, "SLURM_JOB_PARTITION");
+	copy_step_variable(env, sp, "SLURM_STEP_NODELIST");
 	if (node)
-		add(env, "SLURMD_NODENAME=%s", node);
+		add_variable(env, "SLURMD_NODENAME=%s", node);
 	if (step->image[0])
-		add(env, "%s_image=%s", option, step->image);
-	if (step->save[0])
-		add(env, "%s_save=%s", option, step->save);
-	if (step->container[0])
-		add(env, "%s_name=%s", option, step->container);
+		add_variable(env, "%s_image=%s", option, step->image);
+	if (step->save_path[0])
+		add_variable(env, "%s_save=%s", option, step->save_path);
+	if (step->container_name[0])
+		add_variable(env, "%s_name=%s", option, step->container_name);
 	if (path)
-		add(env, STEP_PATH "=%s", path);
+		add_variable(env, STEP_PATH "=%s", path);
 	if (has_environment)
-		add(env, STEP_ENVIRONMENT "=%d", ENVIRONMENT);
+		add_variable(env, STEP_ENVIRONMENT "=%d", ENVIRONMENT_FD);
 	if (conf) /* it says how nodes prove to each other who they are, see features/peers/auth.py */
-		add(env, "SLURM_CONF=%s", conf);
-	if (step->reference) /* says whether the step is a batch job's, see features/registry/step_image.py
-	*/
-		add_from_step(env, sp, "ENVIRONMENT");
+		add_variable(env, "SLURM_CONF=%s", conf);
+	if (step->is_registry_image) /* for features/registry/step_image.py: is it a batch job's? */
+		copy_step_variable(env, sp, "ENVIRONMENT");
 	if (step->mounts_home)
-		add(env, "%s=1", step->mounts_home == 'y'
-				   ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
-				   : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
+		add_variable(env, "%s=1",
+			     step->mounts_home == 'y'
+				     ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
+				     : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
 	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
-		add(env, STEP_HOME "=%s", home);
-	add(env, STEP_MANAGER "=%d", (int)manager); /* with ContainSpank not who forks it */
-	add(env, STEP_TIMEOUT "=%ld", timeout); /* seconds until its group is killed */
+		add_variable(env, STEP_HOME "=%s", home);
+	/* With ContainSpank it is not the process that forks the helper. */
+	add_variable(env, STEP_MANAGER "=%d", (int)manager_pid);
+	add_variable(env, STEP_TIMEOUT "=%ld", timeout_s); /* seconds until its group is killed */
 }
 
 /*
  * The job's environment, NUL between its variables, in memory: what enroot goes by, and a registry's
  * image is imported with. -1 where there is none.
  */
-static int keep_environment(spank_t sp)
+static int save_environment(spank_t sp)
 {
 	char **env = NULL;
-	int made = (int)syscall(SYS_memfd_create, "environment", 1U /* MFD_CLOEXEC */);
+	int memory_fd = (int)syscall(SYS_memfd_create, "environment", 1U /* MFD_CLOEXEC */);
 	/* Where 0, 1 or 2 were closed, it has one of those, which the helper gets anew. */
-	int fd = made < 0 ? -1 : fcntl(made, F_DUPFD_CLOEXEC, ENVIRONMENT);
-	if (made >= 0)
-		close(made);
+	int fd = memory_fd < 0 ? -1 : fcntl(memory_fd, F_DUPFD_CLOEXEC, ENVIRONMENT_FD);
+	if (memory_fd >= 0)
+		close(memory_fd);
 	FILE *file = fd < 0 ? NULL : fdopen(dup(fd), "w");
-	bool written = file && spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS;
+	bool is_written = file && spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS;
 
-	for (size_t total = 0; written && env && *env; env++) {
+	for (size_t total = 0; is_written && env && *env; env++) {
 		total += strlen(*env) + 1;
-		written = total < ENVIRONMENT_BYTES && fputs(*env, file) >= 0 &&
-			  fputc('\0', file) == '\0';
+		is_written = total < MAX_ENVIRONMENT_BYTES && fputs(*env, file) >= 0 &&
+			     fputc('\0', file) == '\0';
 	}
 	/* Who reads it begins where we ended. */
-	if (file && fclose(file) == 0 && written && lseek(fd, 0, SEEK_SET) == 0)
+	if (file && fclose(file) == 0 && is_written && lseek(fd, 0, SEEK_SET) == 0)
 		return fd;
 	if (fd >= 0)
 		close(fd);
 	return -1;
 }
 
-static void close_from(unsigned int first)
+static void close_descriptors_from(unsigned int first)
 {
 #ifdef SYS_close_range
 	if (syscall(SYS_close_range, first, ~0U, 0) == 0)
@@ -174,50 +176,51 @@ static void close_from(unsigned int first)
 }
 
 /* What the child is for: a helper's arguments and environment, or a look at the job's record. */
-struct errand {
+struct child_call {
 	char **argv; /* NULL for a look at the record */
 	char **env;
-	void (*look)(const struct asker *who, struct step *step);
-	int environment; /* the job's, for a helper; or -1 */
-	const struct asker *who;
+	void (*answer)(const struct requester *requester, struct step *step);
+	int environment_fd; /* the job's, for a helper; or -1 */
+	const struct requester *requester;
 	struct step *step;
 };
 
 /* In the fork: the step manager has threads, so no call that one of their locks could hold up. */
-static void become_child(int out, pid_t parent, const struct errand *errand)
+static void run_child(int output_fd, pid_t parent, const struct child_call *call)
 {
-	struct sigaction plain = {.sa_handler = SIG_DFL};
-	sigset_t none;
+	struct sigaction default_action = {.sa_handler = SIG_DFL};
+	sigset_t no_signals;
 
 	/* Not by glibc, which would want all threads to follow. Root first: it may do the rest. */
 	if (syscall(SYS_setresuid, 0, 0, 0) < 0 || syscall(SYS_setgroups, 0, NULL) < 0 ||
 	    syscall(SYS_setresgid, 0, 0, 0) < 0 || setpgid(0, 0) < 0 ||
 	    /* Not where it is the same one: to join it would leave a slurmd's chroot. */
-	    (parent != manager && setns(namespace, CLONE_NEWNS) < 0) || chdir("/") < 0 ||
-	    prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != parent)
+	    (parent != manager_pid && setns(node_namespace_fd, CLONE_NEWNS) < 0) ||
+	    chdir("/") < 0 || prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != parent)
 		_exit(126);
 	umask(022);
-	for (int number = 1; number < NSIG; number++)
-		sigaction(number, &plain, NULL);
-	sigemptyset(&none);
-	sigprocmask(SIG_SETMASK, &none, NULL);
+	for (int signal_number = 1; signal_number < NSIG; signal_number++)
+		sigaction(signal_number, &default_action, NULL);
+	sigemptyset(&no_signals);
+	sigprocmask(SIG_SETMASK, &no_signals, NULL);
 
 	/* Where 0, 1 or 2 were closed, the pipe has them; null is never lower than its ends. */
-	out = fcntl(out, F_DUPFD, 3);
-	int null = open("/dev/null", O_RDWR);
-	if (dup2(null, 0) < 0 || dup2(out, 1) < 0 || dup2(null, 2) < 0)
+	output_fd = fcntl(output_fd, F_DUPFD, 3);
+	int null_fd = open("/dev/null", O_RDWR);
+	if (dup2(null_fd, 0) < 0 || dup2(output_fd, 1) < 0 || dup2(null_fd, 2) < 0)
 		_exit(126);
-	bool given = errand->environment >= 0 &&
-		     (errand->environment == ENVIRONMENT ? fcntl(ENVIRONMENT, F_SETFD, 0)
-							 : dup2(errand->environment, ENVIRONMENT)) >= 0;
-	close_from(given ? ENVIRONMENT + 1 : ENVIRONMENT);
-	if (errand->argv)
-		execve(errand->argv[0], errand->argv, errand->env);
+	bool passes_environment = call->environment_fd >= 0 &&
+				  (call->environment_fd == ENVIRONMENT_FD
+					   ? fcntl(ENVIRONMENT_FD, F_SETFD, 0)
+					   : dup2(call->environment_fd, ENVIRONMENT_FD)) >= 0;
+	close_descriptors_from(passes_environment ? ENVIRONMENT_FD + 1 : ENVIRONMENT_FD);
+	if (call->argv)
+		execve(call->argv[0], call->argv, call->env);
 	else
-		errand->look(errand->who, errand->step);
+		call->answer(call->requester, call->step);
 }
 
-static pid_t start_child(const struct errand *errand, int *out)
+static pid_t start_child(const struct child_call *call, int *output_fd)
 {
 	int ends[2];
 
@@ -225,7 +228,7 @@ static pid_t start_child(const struct errand *errand, int *out)
 		return -1;
 	pid_t parent = getpid(), pid = fork();
 	if (pid == 0) {
-		become_child(ends[1], parent, errand);
+		run_child(ends[1], parent, call);
 		_exit(127);
 	}
 	close(ends[1]);
@@ -233,16 +236,16 @@ static pid_t start_child(const struct errand *errand, int *out)
 		close(ends[0]);
 	else
 		setpgid(pid, pid); /* whoever of the two comes first */
-	*out = ends[0];
+	*output_fd = ends[0];
 	return pid;
 }
 
-void wait_a_moment(void)
+void sleep_poll_interval(void)
 {
 	nanosleep(&(struct timespec){.tv_nsec = 2000000}, NULL);
 }
 
-long long now_ms(void)
+long long read_monotonic_ms(void)
 {
 	struct timespec now;
 
@@ -256,237 +259,244 @@ long long now_ms(void)
  * step: _wait_for_job_running() in slurmstepd/req.c holds them back for up to two minutes, from
  * Slurm 22.05 to 26.05. Nothing else tells a plugin that its step was cancelled.
  */
-static bool request_waits(uid_t uid)
+static bool has_waiting_request(uid_t uid)
 {
-	for (int fd = 0; fd < DESCRIPTORS; fd++) {
+	for (int fd = 0; fd < MAX_DESCRIPTORS; fd++) {
 		struct sockaddr_un name = {0};
 		struct ucred peer;
 		int listens = 1;
-		socklen_t size = sizeof(name) - 1, one = sizeof(listens), cred = sizeof(peer);
+		socklen_t name_size = sizeof(name) - 1, listens_size = sizeof(listens),
+			  peer_size = sizeof(peer);
 
 		/* A connection bears the name of the socket it was made to: the step manager's. */
-		if (getsockname(fd, (struct sockaddr *)&name, &size) == 0 &&
+		if (getsockname(fd, (struct sockaddr *)&name, &name_size) == 0 &&
 		    name.sun_family == AF_UNIX && name.sun_path[0] == '/' &&
-		    getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &one) == 0 && !listens &&
-		    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &cred) == 0 &&
+		    getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &listens_size) == 0 &&
+		    !listens && getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &peer_size) == 0 &&
 		    (peer.uid == 0 || peer.uid == uid))
 			return true;
 	}
 	return false;
 }
 
-void take_answer(const struct line *line, struct step *step)
+void apply_answer(const struct protocol_line *line, struct step *step)
 {
-	if (line->word == LEAVE) {
-		slurm_verbose("forestage: %s stays as it is: %s", step->image, line->field[0]);
+	if (line->kind == LINE_LEAVE) {
+		slurm_verbose("forestage: %s stays as it is: %s", step->image, line->fields[0]);
 		return;
 	}
-	snprintf(step->entry, PATH_MAX, "%s", line->field[0]);
-	step->later = line->word == LATER;
-	if (step->later)
+	snprintf(step->entry_path, PATH_MAX, "%s", line->fields[0]);
+	step->is_pending = line->kind == LINE_LATER;
+	if (step->is_pending)
 		return;
-	step->use = true;
-	step->through = line->word == THROUGH;
-	snprintf(step->path, PATH_MAX, "%s", line->field[1]);
-	take_numbers(line, 2, step->identity);
-	step->tell = number(line, 6);
+	step->uses_copy = true;
+	step->reads_through = line->kind == LINE_THROUGH;
+	snprintf(step->resolved_path, PATH_MAX, "%s", line->fields[1]);
+	read_numbers(line, 2, step->identity);
+	step->wants_message = read_number(line, 6);
 }
 
 /* One more image: shown at its resolved path, whatever links lead there. */
-static void take_also(char *answer, struct step *step)
+static void add_further_image(char *text, struct step *step)
 {
-	struct step *one = &step->also[step->count];
-	struct line line;
-	const enum word word = understand(answer, &line);
+	struct step *image = &step->further_images[step->further_count];
+	struct protocol_line line;
+	const enum line_kind kind = parse_line(text, &line);
 
-	if (step->count == MAX_HINTED || (word != USE && word != THROUGH))
+	if (step->further_count == MAX_HINTED || (kind != LINE_USE && kind != LINE_THROUGH))
 		return;
-	*one = (struct step){.keeper = -1};
-	take_answer(&line, one);
-	memcpy(one->image, one->path, PATH_MAX);
-	step->count++;
+	*image = (struct step){.keeper_fd = -1};
+	apply_answer(&line, image);
+	memcpy(image->image, image->resolved_path, PATH_MAX);
+	step->further_count++;
 }
 
 /* Follows a line; true once that is the answer. What is not understood is left out. */
-static bool follow(const char *text, struct step *step, int *said)
+static bool apply_line(const char *text, struct step *step, int *user_lines)
 {
 	char *copy = strdup(text);
-	struct line line;
-	bool over = false;
+	struct protocol_line line;
+	bool is_answer = false;
 
-	switch (copy ? understand(copy, &line) : ODD) {
-	case SAY:
-		if ((*said)++ < LINES_SAID)
-			slurm_spank_log("%s", line.field[0]);
+	switch (copy ? parse_line(copy, &line) : LINE_UNKNOWN) {
+	case LINE_SAY:
+		if ((*user_lines)++ < MAX_USER_LINES)
+			slurm_spank_log("%s", line.fields[0]);
 		break;
-	case ALSO:
-		take_also(line.field[0], step);
+	case LINE_ALSO:
+		add_further_image(line.fields[0], step);
 		break;
-	case ENV:
-	case DEVICE:
-	case SERVED:
-	case FOLDER:
-		take_datum(&line, copy);
+	case LINE_ENV:
+	case LINE_DEVICE:
+	case LINE_SERVED:
+	case LINE_FOLDER:
+		add_data_line(&line, copy);
 		return false;
-	case USE:
-	case THROUGH:
-	case LATER:
-	case LEAVE:
-		take_answer(&line, step);
-		over = true;
+	case LINE_USE:
+	case LINE_THROUGH:
+	case LINE_LATER:
+	case LINE_LEAVE:
+		apply_answer(&line, step);
+		is_answer = true;
 		break;
 	default:
-		if ((*said)++ < LINES_SAID)
+		if ((*user_lines)++ < MAX_USER_LINES)
 			slurm_info("forestage: a line cannot be understood: %s", text);
 	}
 	free(copy);
-	return over;
+	return is_answer;
 }
 
 /* Reads the helper's lines until it answers. NULL, or why there is no answer. */
-static const char *listen_to(int out, uid_t uid, long timeout, struct step *step)
+static const char *read_answer(int output_fd, uid_t uid, long timeout_s, struct step *step)
 {
-	long long end = now_ms() + timeout * 1000LL, look = now_ms() + LOOK_MS;
+	long long end = read_monotonic_ms() + timeout_s * 1000LL,
+		  next_check = read_monotonic_ms() + SIGNAL_CHECK_MS;
 	char line[MAX_LINE];
-	size_t have = 0;
-	int said = 0, waits = 0;
-	bool known = false;
+	size_t length = 0;
+	int user_lines = 0, waiting_checks = 0;
+	bool is_protocol_known = false;
 
-	while (have < MAX_LINE) {
-		struct pollfd ready = {.fd = out, .events = POLLIN};
-		long long now = now_ms();
+	while (length < MAX_LINE) {
+		struct pollfd ready = {.fd = output_fd, .events = POLLIN};
+		long long now = read_monotonic_ms();
 		if (now >= end)
 			return "it took too long";
-		if (now >= look) {
-			look = now + LOOK_MS;
-			waits = request_waits(uid) ? waits + 1 : 0;
-			if (waits >= LOOKS_SIGNALLED)
+		if (now >= next_check) {
+			next_check = now + SIGNAL_CHECK_MS;
+			waiting_checks = has_waiting_request(uid) ? waiting_checks + 1 : 0;
+			if (waiting_checks >= SIGNAL_CHECKS)
 				return "the step is being signalled, and would not hear it";
 		}
-		if (poll(&ready, 1, (int)((look < end ? look : end) - now)) <= 0)
+		if (poll(&ready, 1, (int)((next_check < end ? next_check : end) - now)) <= 0)
 			continue;
-		ssize_t n = read(out, line + have, MAX_LINE - have);
+		ssize_t n = read(output_fd, line + length, MAX_LINE - length);
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n <= 0)
 			return "it gave no answer";
-		have += (size_t)n;
-		for (char *newline; (newline = memchr(line, '\n', have));) {
+		length += (size_t)n;
+		for (char *newline; (newline = memchr(line, '\n', length));) {
 			*newline = '\0';
-			if (!known && strcmp(line, LANGUAGE) != 0)
+			if (!is_protocol_known && strcmp(line, LANGUAGE) != 0)
 				return "it is of another release";
-			if (known && follow(line, step, &said))
+			if (is_protocol_known && apply_line(line, step, &user_lines))
 				return NULL;
-			known = true;
-			have -= (size_t)(newline + 1 - line);
-			memmove(line, newline + 1, have);
+			is_protocol_known = true;
+			length -= (size_t)(newline + 1 - line);
+			memmove(line, newline + 1, length);
 		}
 	}
 	return "it wrote too long a line";
 }
 
 /* Whether the child ends in that time. It stays a zombie, so that nobody else gets its pid. */
-static bool ends_within(pid_t pid, int ms)
+static bool has_ended_within(pid_t pid, int ms)
 {
-	const int how = WEXITED | WNOHANG | WNOWAIT;
+	const int options = WEXITED | WNOHANG | WNOWAIT;
 
-	for (long long end = now_ms() + ms;;) {
+	for (long long end = read_monotonic_ms() + ms;;) {
 		siginfo_t info = {0};
-		if (waitid(P_PID, (id_t)pid, &info, how) < 0 || info.si_pid == pid)
+		if (waitid(P_PID, (id_t)pid, &info, options) < 0 || info.si_pid == pid)
 			return true;
-		if (now_ms() >= end)
+		if (read_monotonic_ms() >= end)
 			return false;
-		wait_a_moment();
+		sleep_poll_interval();
 	}
 }
 
 /* NULL, or why there is no answer. */
-static const char *ask(const struct errand *errand, long timeout)
+static const char *run_call(const struct child_call *call, long timeout_s)
 {
-	int out;
-	pid_t pid = start_child(errand, &out);
+	int output_fd;
+	pid_t pid = start_child(call, &output_fd);
 
 	if (pid < 0)
 		return strerror(errno);
-	const char *wrong = listen_to(out, errand->who->uid, timeout, errand->step);
-	close(out);
-	ends_within(pid, wrong ? 0 : EXIT_MS);
+	const char *failure = read_answer(output_fd, call->requester->uid, timeout_s, call->step);
+	close(output_fd);
+	has_ended_within(pid, failure ? 0 : EXIT_TIMEOUT_MS);
 	kill(-pid, SIGKILL); /* and all that it may have left in its group */
-	if (!ends_within(pid, KILLED_MS) || waitpid(pid, NULL, WNOHANG) < 0)
+	if (!has_ended_within(pid, KILL_TIMEOUT_MS) || waitpid(pid, NULL, WNOHANG) < 0)
 		slurm_info("forestage: the child %d does not end", (int)pid);
-	return wrong;
+	return failure;
 }
 
-static bool identify_asker(spank_t sp, struct asker *who)
+static bool read_requester(spank_t sp, struct requester *requester)
 {
-	spank_get_item(sp, S_JOB_ID, &who->job);
-	spank_get_item(sp, S_JOB_STEPID, &who->number);
-	who->gid = (gid_t)-1;
-	spank_get_item(sp, S_JOB_GID, &who->gid);
-	who->count = getgroups(NGROUPS_MAX, who->groups);
-	return spank_get_item(sp, S_JOB_UID, &who->uid) == ESPANK_SUCCESS;
+	spank_get_item(sp, S_JOB_ID, &requester->job_id);
+	spank_get_item(sp, S_JOB_STEPID, &requester->step_id);
+	requester->gid = (gid_t)-1;
+	spank_get_item(sp, S_JOB_GID, &requester->gid);
+	requester->group_count = getgroups(NGROUPS_MAX, requester->groups);
+	return spank_get_item(sp, S_JOB_UID, &requester->uid) == ESPANK_SUCCESS;
 }
 
 /*
  * Whether the tasks will have what the answer says: a keeper stays for as long as we are connected.
  * Here, since a task may be where the socket cannot be seen.
  */
-static bool hold_keeper(struct step *step)
+static bool connect_step_keeper(struct step *step)
 {
-	if (step->through)
-		step->keeper = connect_keeper(step->entry);
-	return !step->through || step->keeper >= 0;
+	if (step->reads_through)
+		step->keeper_fd = connect_keeper(step->entry_path);
+	return !step->reads_through || step->keeper_fd >= 0;
 }
 
-const char *ask_helper(spank_t sp, const char *helper, long timeout, struct step *step)
+const char *ask_helper(spank_t sp, const char *helper_path, long timeout_s, struct step *step)
 {
-	static struct asker who;
-	char *env[VARIABLES] = {NULL}, *argv[] = {(char *)helper, "step", NULL};
-	struct errand errand = {.look = recall, .environment = -1, .who = &who, .step = step};
+	static struct requester requester;
+	char *env[MAX_VARIABLES] = {NULL}, *argv[] = {(char *)helper_path, "step", NULL};
+	struct child_call call = {.answer = answer_from_record,
+				  .environment_fd = -1,
+				  .requester = &requester,
+				  .step = step};
 
-	if (!identify_asker(sp, &who))
+	if (!read_requester(sp, &requester))
 		return "Slurm does not say whose job it is";
-	spank_get_item(sp, S_JOB_ENV, &who.variables);
+	spank_get_item(sp, S_JOB_ENV, &requester.environment);
 	/*
 	 * SlurmdParameters=contain_spank has us in a process beside the step manager, within the
 	 * job's namespaces. They share memory, but not the connections made from now on.
 	 */
-	bool contained = getpid() != manager;
+	bool is_contained = getpid() != manager_pid;
 	/* What a step saves to, or binds, is a helper's matter: a redirect may not lie there. */
-	if (!contained && !step->save[0] && !step->mounts_home && !step->hinted &&
-	    !step->reference && who.count >= 0 && !ask(&errand, RECALL_SECONDS) && hold_keeper(step)) {
+	if (!is_contained && !step->save_path[0] && !step->mounts_home && !step->has_hints &&
+	    !step->is_registry_image && requester.group_count >= 0 &&
+	    !run_call(&call, RECORD_TIMEOUT_S) && connect_step_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
-		spank_setenv(sp, RESULT, step->through ? "through" : "hit", 1);
-		spank_setenv(sp, IMAGE_PATH, step->path, 1);
+		spank_setenv(sp, RESULT, step->reads_through ? "through" : "hit", 1);
+		spank_setenv(sp, IMAGE_PATH, step->resolved_path, 1);
 		return NULL;
 	}
-	if (contained && timeout > CONTAINED_SECONDS)
-		timeout = CONTAINED_SECONDS;
-	step->use = step->through = step->later = false;
-	step->count = 0;
-	forget_data();
-	errand.environment = keep_environment(sp);
-	describe_step(env, sp, step, &who, timeout, errand.environment >= 0);
-	errand.argv = argv;
-	errand.env = env;
-	const char *wrong = ask(&errand, timeout);
-	if (errand.environment >= 0)
-		close(errand.environment);
-	errand.environment = -1;
-	for (char **each = env; *each; each++)
-		free(*each);
-	if (wrong)
-		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper, wrong);
+	if (is_contained && timeout_s > CONTAINED_TIMEOUT_S)
+		timeout_s = CONTAINED_TIMEOUT_S;
+	step->uses_copy = step->reads_through = step->is_pending = false;
+	step->further_count = 0;
+	clear_data_lines();
+	call.environment_fd = save_environment(sp);
+	build_helper_environment(env, sp, step, &requester, timeout_s, call.environment_fd >= 0);
+	call.argv = argv;
+	call.env = env;
+	const char *failure = run_call(&call, timeout_s);
+	if (call.environment_fd >= 0)
+		close(call.environment_fd);
+	call.environment_fd = -1;
+	for (char **variable = env; *variable; variable++)
+		free(*variable);
+	if (failure)
+		slurm_info("forestage: %s stays as it is: %s: %s", step->image, helper_path,
+			   failure);
 	/* During an upgrade, or where the program is gone, the job's directory is still there. */
-	if (wrong && step->hinted && !is_directory_named()) {
-		errand.argv = NULL;
-		errand.look = recall_directory;
-		ask(&errand, RECALL_SECONDS);
+	if (failure && step->has_hints && !has_directory_line()) {
+		call.argv = NULL;
+		call.answer = answer_from_directory_record;
+		run_call(&call, RECORD_TIMEOUT_S);
 	}
 	/* A process beside the step manager would keep the connections for itself. */
-	for (int i = contained ? step->count : 0; i < step->count; i++)
-		hold_keeper(&step->also[i]);
-	if (!contained)
-		hold_keeper(step);
-	return wrong;
+	for (int i = is_contained ? step->further_count : 0; i < step->further_count; i++)
+		connect_step_keeper(&step->further_images[i]);
+	if (!is_contained)
+		connect_step_keeper(step);
+	return failure;
 }

@@ -15,10 +15,10 @@
 
 #include "plugin.h"
 
-#define NAME "forestage-wait"
+#define WAITING_NAME "forestage-wait"
 
 /* One line into `line`; false at the end. No time limit: the end of either side ends the wait. */
-static bool receive(int fd, char line[MAX_LINE])
+static bool receive_line(int fd, char line[MAX_LINE])
 {
 	ssize_t n;
 
@@ -35,61 +35,63 @@ static bool receive(int fd, char line[MAX_LINE])
  * would leave the node COMPLETING for as long as we wait, or KillWait. So a task that waits has a
  * name of its own, and ends by what it is sent, as its program would.
  */
-static void be_killable(bool yes)
+static void set_killable(bool is_killable)
 {
-	static const int ends[] = {SIGTERM, SIGINT, SIGHUP};
-	enum { ENDS = sizeof ends / sizeof *ends };
-	static struct sigaction actions[ENDS];
+	static const int end_signals[] = {SIGTERM, SIGINT, SIGHUP};
+	enum { END_SIGNALS = sizeof end_signals / sizeof *end_signals };
+	static struct sigaction actions[END_SIGNALS];
 	static char name[16];
-	static sigset_t before;
-	const struct sigaction plain = {.sa_handler = SIG_DFL};
-	sigset_t set;
+	static sigset_t blocked_before;
+	const struct sigaction default_action = {.sa_handler = SIG_DFL};
+	sigset_t unblocked;
 
-	if (!yes) {
-		sigprocmask(SIG_SETMASK, &before, NULL);
-		for (int i = 0; i < ENDS; i++)
-			sigaction(ends[i], &actions[i], NULL);
+	if (!is_killable) {
+		sigprocmask(SIG_SETMASK, &blocked_before, NULL);
+		for (int i = 0; i < END_SIGNALS; i++)
+			sigaction(end_signals[i], &actions[i], NULL);
 		prctl(PR_SET_NAME, name);
 		return;
 	}
-	sigemptyset(&set);
-	for (int i = 0; i < ENDS; i++) {
-		sigaddset(&set, ends[i]);
-		sigaction(ends[i], &plain, &actions[i]);
+	sigemptyset(&unblocked);
+	for (int i = 0; i < END_SIGNALS; i++) {
+		sigaddset(&unblocked, end_signals[i]);
+		sigaction(end_signals[i], &default_action, &actions[i]);
 	}
 	prctl(PR_GET_NAME, name);
-	prctl(PR_SET_NAME, NAME);
-	sigprocmask(SIG_UNBLOCK, &set, &before);
+	prctl(PR_SET_NAME, WAITING_NAME);
+	sigprocmask(SIG_UNBLOCK, &unblocked, &blocked_before);
 }
 
 void await_answer(spank_t sp, struct step *step)
 {
-	const char *wrong = "nobody answers";
+	const char *failure = "nobody answers";
 	char packet[MAX_LINE];
-	struct line line;
+	struct protocol_line line;
 	int task = 0;
 
-	be_killable(true);
-	int fd = connect_keeper(step->entry);
-	step->later = false;
+	set_killable(true);
+	int fd = connect_keeper(step->entry_path);
+	step->is_pending = false;
 	spank_get_item(sp, S_TASK_ID, &task);
-	bool known = fd >= 0 && receive(fd, packet) && strcmp(packet, LANGUAGE) == 0;
-	while (known && wrong && receive(fd, packet)) {
-		const enum word word = understand(packet, &line);
-		if (word == USE || word == THROUGH || word == LEAVE) {
-			take_answer(&line, step);
-			wrong = NULL;
-		} else if (word == SAY && task == 0) {
-			slurm_spank_log("%s", line.field[0]);
-		} else if (word == ENV && line.count == 2 && strcmp(line.field[0], RESULT) == 0) {
-			spank_setenv(sp, RESULT, line.field[1], 1);
+	bool is_protocol_known =
+		fd >= 0 && receive_line(fd, packet) && strcmp(packet, LANGUAGE) == 0;
+	while (is_protocol_known && failure && receive_line(fd, packet)) {
+		const enum line_kind kind = parse_line(packet, &line);
+		if (kind == LINE_USE || kind == LINE_THROUGH || kind == LINE_LEAVE) {
+			apply_answer(&line, step);
+			failure = NULL;
+		} else if (kind == LINE_SAY && task == 0) {
+			slurm_spank_log("%s", line.fields[0]);
+		} else if (kind == LINE_ENV && line.field_count == 2 &&
+			   strcmp(line.fields[0], RESULT) == 0) {
+			spank_setenv(sp, RESULT, line.fields[1], 1);
 		}
 	}
-	be_killable(false);
+	set_killable(false);
 	if (fd >= 0)
 		close(fd);
-	if (wrong)
-		slurm_info("forestage: %s stays as it is: %s", step->image, wrong);
-	if (step->use) /* a reference is no path; this is where the importer looks */
-		memcpy(step->image, step->path, PATH_MAX);
+	if (failure)
+		slurm_info("forestage: %s stays as it is: %s", step->image, failure);
+	if (step->uses_copy) /* a reference is no path; this is where the importer looks */
+		memcpy(step->image, step->resolved_path, PATH_MAX);
 }

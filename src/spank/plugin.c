@@ -3,10 +3,10 @@
  *
  * Once per step and node, before pyxis looks at the image, the helper `forestage step` is asked
  * which file of the cache may stand in for it (helper.c). Each task then gets that file bound over
- * the path in a mount namespace of its own (redirect.c), or the file that the copy's keeper serves
- * while the copy is under way (read_through.c), and the data of the job's comment at its mount points
- * (data_mounts.c). An image of a registry may have to be imported first: then the tasks wait (import_wait.c).
- * Whatever fails: the path stays as it is, the step goes on.
+ * the path in a mount namespace of its own (redirect.c, task_namespace.c), or the file that the copy's
+ * keeper serves while the copy is under way (read_through.c), and the data of the job's comment at its
+ * mount points (data_mounts.c). An image of a registry may have to be imported first: then the tasks
+ * wait (import_wait.c). Whatever fails: the path stays as it is, the step goes on.
  *
  * In srun, sbatch and salloc it has the options that say what a job wants staged (stage_options.c).
  *
@@ -33,49 +33,49 @@ SPANK_PLUGIN(forestage, 1)
  * slurm_step_launch_wait_start() (libslurmfull.so of Debian bookworm, trixie and sid). A few
  * seconds go to the helper's end (helper.c), the rest to Slurm's own part of the start.
  */
-#define MOST_SECONDS 570
+#define MAX_TIMEOUT_S 570
 
 #define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
 
-static const char *helper = HELPER;
-static long timeout = 540; /* seconds; below MOST_SECONDS, so that other plugins may be slow */
-static bool refused;
+static const char *helper_path = HELPER;
+static long timeout_s = 540; /* seconds; below MAX_TIMEOUT_S, so that other plugins may be slow */
+static bool has_bad_argument;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step also[MAX_HINTED];
-static struct step step = {.keeper = -1, .also = also};
+static struct step further_images[MAX_HINTED];
+static struct step step = {.keeper_fd = -1, .further_images = further_images};
 
-#define MOST_ITEMS (1 + MAX_HINTED + MOST_DATA)
+#define MAX_TASK_MOUNTS (1 + MAX_HINTED + MAX_DATA_LINES)
 
-/* One for each item, in memory that the tasks share. */
-static struct once *onces = MAP_FAILED;
+/* One for each mount, in memory that the tasks share. */
+static struct report_marks *report_marks = MAP_FAILED;
 
-static bool understand_argument(const char *argument)
+static bool parse_argument(const char *argument)
 {
 	char *end;
 
 	if (strncmp(argument, "helper=/", 8) == 0) {
-		helper = argument + 7;
+		helper_path = argument + 7;
 		return true;
 	}
 	if (strncmp(argument, "timeout=", 8) != 0)
 		return false;
-	timeout = strtol(argument + 8, &end, 10);
-	return *end == '\0' && timeout >= 1 && timeout <= MOST_SECONDS;
+	timeout_s = strtol(argument + 8, &end, 10);
+	return *end == '\0' && timeout_s >= 1 && timeout_s <= MAX_TIMEOUT_S;
 }
 
 /*
- * By this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). In slurmd, so that the first
- * job after a boot finds it; in steps, for one that is added later.
+ * By this the Prolog knows that `redirect: auto` is spank (slurm/companion.py). In slurmd, so that the
+ * first job after a boot finds it; in steps, for one that is added later.
  */
-static void leave_mark(void)
+static void touch_loaded_mark(void)
 {
-	struct stat found;
+	struct stat status;
 
 	/* Looked at first: mkdir(2) of what exists waits for the lock of /run (system/folders.py). */
-	if (stat(RUN, &found) != 0 && (mkdir(RUN, RUN_MODE) != 0 || stat(RUN, &found) != 0))
+	if (stat(RUN, &status) != 0 && (mkdir(RUN, RUN_MODE) != 0 || stat(RUN, &status) != 0))
 		return;
-	if ((found.st_mode & 07777) != RUN_MODE)
+	if ((status.st_mode & 07777) != RUN_MODE)
 		chmod(RUN, RUN_MODE);
 	int fd = open(LOADED, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
 
@@ -86,7 +86,7 @@ static void leave_mark(void)
 }
 
 /* Whether this is srun, sbatch or salloc. */
-static bool is_submitting(void)
+static bool is_submit_command(void)
 {
 	return spank_context() == S_CTX_LOCAL || spank_context() == S_CTX_ALLOCATOR;
 }
@@ -94,23 +94,24 @@ static bool is_submitting(void)
 /* In slurmd as well, so that a mistake in plugstack.conf is seen when it starts. */
 int slurm_spank_init(spank_t sp, int ac, char **av)
 {
-	if (!is_submitting() && spank_context() != S_CTX_REMOTE && spank_context() != S_CTX_SLURMD)
+	if (!is_submit_command() && spank_context() != S_CTX_REMOTE &&
+	    spank_context() != S_CTX_SLURMD)
 		return 0;
 	if (spank_context() != S_CTX_SLURMD)
-		offer_options(sp);
+		register_stage_options(sp);
 	for (int i = 0; i < ac; i++) {
-		if (understand_argument(av[i]))
+		if (parse_argument(av[i]))
 			continue;
-		if (!is_submitting()) /* it is the admin's, whom slurmd tells */
+		if (!is_submit_command()) /* it is the admin's, whom slurmd tells */
 			slurm_error("forestage: off, as plugstack.conf has an argument that is neither "
-				    "helper=/PATH nor timeout=SECONDS (1 to %d): %s", MOST_SECONDS,
-				    av[i]);
-		refused = true;
+				    "helper=/PATH nor timeout=SECONDS (1 to %d): %s",
+				    MAX_TIMEOUT_S, av[i]);
+		has_bad_argument = true;
 	}
-	if (!refused && !is_submitting())
-		leave_mark();
+	if (!has_bad_argument && !is_submit_command())
+		touch_loaded_mark();
 	if (spank_context() == S_CTX_REMOTE)
-		remember_manager();
+		save_step_manager();
 	return 0;
 }
 
@@ -118,43 +119,44 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
-	if (is_submitting())
-		hand_over(sp, refused ? NULL : helper);
+	if (is_submit_command())
+		pass_options_to_prolog(sp, has_bad_argument ? NULL : helper_path);
 	return 0;
 }
 
 /* A pyxis option by its name, else the variable that pyxis reads for it. Empty: there is none. */
-static void pyxis_option(spank_t sp, char *option, const char *variable, char *value, size_t size)
+static void read_pyxis_option(spank_t sp, char *option, const char *variable, char *value,
+			      size_t size)
 {
-	struct spank_option wanted = {.name = option, .has_arg = 1};
-	char *given = NULL;
+	struct spank_option spec = {.name = option, .has_arg = 1};
+	char *argument = NULL;
 	bool fits;
 
-	if (spank_option_getopt(sp, &wanted, &given) == ESPANK_SUCCESS && given)
-		fits = (size_t)snprintf(value, size, "%s", given) < size;
+	if (spank_option_getopt(sp, &spec, &argument) == ESPANK_SUCCESS && argument)
+		fits = (size_t)snprintf(value, size, "%s", argument) < size;
 	else
 		fits = spank_getenv(sp, variable, value, (int)size) == ESPANK_SUCCESS;
 	if (!fits)
 		value[0] = '\0';
 }
 
-static bool has_flag(spank_t sp, char *option)
+static bool has_pyxis_flag(spank_t sp, char *option)
 {
-	struct spank_option wanted = {.name = option};
-	char *none = NULL;
+	struct spank_option spec = {.name = option};
+	char *argument = NULL;
 
-	return spank_option_getopt(sp, &wanted, &none) == ESPANK_SUCCESS;
+	return spank_option_getopt(sp, &spec, &argument) == ESPANK_SUCCESS;
 }
 
-static bool begins_with(const char *value, const char *characters)
+static bool starts_with_any(const char *value, const char *characters)
 {
 	return value[0] && strchr(characters, value[0]);
 }
 
 /* A registry's image, as pyxis has it; it asks a daemon of the node for these two. */
-static bool is_reference(const char *image)
+static bool is_registry_image(const char *image)
 {
-	return image[0] && !begins_with(image, "./") && strncmp(image, "dockerd://", 10) != 0 &&
+	return image[0] && !starts_with_any(image, "./") && strncmp(image, "dockerd://", 10) != 0 &&
 	       strncmp(image, "podman://", 9) != 0;
 }
 
@@ -162,68 +164,69 @@ static bool is_reference(const char *image)
  * As pyxis' args.c and enroot have it: the flag, pyxis' variable (parse_bool()), then enroot's own,
  * of which all counts as yes that does not begin like no or false.
  */
-static char mounts_home(spank_t sp)
+static char read_home_option(spank_t sp)
 {
 	char value[64];
 
-	if (has_flag(sp, "container-mount-home"))
+	if (has_pyxis_flag(sp, "container-mount-home"))
 		return 'y';
-	if (has_flag(sp, "no-container-mount-home"))
+	if (has_pyxis_flag(sp, "no-container-mount-home"))
 		return 'n';
 	if (spank_getenv(sp, "PYXIS_CONTAINER_MOUNT_HOME", value, sizeof(value)) == ESPANK_SUCCESS &&
-	    begins_with(value, "yYtT1nNfF0"))
-		return begins_with(value, "yYtT1") ? 'y' : 'n';
+	    starts_with_any(value, "yYtT1nNfF0"))
+		return starts_with_any(value, "yYtT1") ? 'y' : 'n';
 	if (spank_getenv(sp, "ENROOT_MOUNT_HOME", value, sizeof(value)) == ESPANK_SUCCESS && value[0])
-		return begins_with(value, "nNfF") ? 'n' : 'y';
+		return starts_with_any(value, "nNfF") ? 'n' : 'y';
 	return '\0';
 }
 
 /* Whether there is such a file beside the job's lease. */
-static bool has_record(spank_t sp, const char *suffix)
+static bool has_lease_file(spank_t sp, const char *suffix)
 {
-	char name[64];
-	uint32_t job = 0;
+	char path[64];
+	uint32_t job_id = 0;
 
-	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS)
+	if (spank_get_item(sp, S_JOB_ID, &job_id) != ESPANK_SUCCESS)
 		return false;
-	snprintf(name, sizeof(name), LEASES "/%u%s", job, suffix);
-	return access(name, F_OK) == 0;
+	snprintf(path, sizeof(path), LEASES "/%u%s", job_id, suffix);
+	return access(path, F_OK) == 0;
 }
 
 /*
  * Whether the Prolog noted images or data of the job's comment (cache/lease.py). By access(2), which
  * looks with our real user, root. A job's extern step has no process that could read them.
  */
-static bool is_hinted(spank_t sp)
+static bool has_job_hints(spank_t sp)
 {
-	uint32_t number = 0;
+	uint32_t step_id = 0;
 
-	return spank_get_item(sp, S_JOB_STEPID, &number) == ESPANK_SUCCESS &&
-	       number != EXTERN_STEP && has_record(sp, HINTED_SUFFIX);
+	return spank_get_item(sp, S_JOB_STEPID, &step_id) == ESPANK_SUCCESS &&
+	       step_id != EXTERN_STEP && has_lease_file(sp, HINTED_SUFFIX);
 }
 
 /* Where its job has a directory of its own: a script must not take the empty one of root's for it. */
-static void report_lost_directory(spank_t sp, bool had, const char *wrong)
+static void report_lost_directory(spank_t sp, bool had_directory, const char *failure)
 {
-	if (is_directory_named() || !(has_record(sp, DIRECTORY_SUFFIX) || (had && wrong)))
+	if (has_directory_line() ||
+	    !(has_lease_file(sp, DIRECTORY_SUFFIX) || (had_directory && failure)))
 		return;
 	slurm_spank_log("forestage: this step does not have its job's " JOB_DIR ": %s",
-			wrong ? wrong : "forestage has failed on this node");
+			failure ? failure : "forestage has failed on this node");
 }
 
 /*
  * Where pyxis' importer finds the image, by our own number of the step: a batch script has none in
  * its environment, and a component of a het job has another one.
  */
-static void name_place(spank_t sp)
+static void set_image_path_variable(spank_t sp)
 {
-	char place[64];
-	uint32_t job = 0, number = 0;
+	char path[64];
+	uint32_t job_id = 0, step_id = 0;
 
-	spank_get_item(sp, S_JOB_ID, &job);
-	spank_get_item(sp, S_JOB_STEPID, &number);
-	snprintf(place, sizeof(place), IMAGES "/%u.%u.sqsh", job, number);
-	spank_setenv(sp, IMAGE_PATH, place, 1);
+	spank_get_item(sp, S_JOB_ID, &job_id);
+	spank_get_item(sp, S_JOB_STEPID, &step_id);
+	snprintf(path, sizeof(path), IMAGES "/%u.%u.sqsh", job_id, step_id);
+	spank_setenv(sp, IMAGE_PATH, path, 1);
 }
 
 /* Once per step and node; our effective user is the job's, our real one root. */
@@ -231,65 +234,66 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
 	(void)ac, (void)av;
 	/* Those of the batch script or of the submitting step say nothing of this one. */
-	const bool had = forget_variables(sp);
-	const char *wrong = NULL;
-	if (refused)
+	const bool had_directory = remove_forestage_variables(sp);
+	const char *failure = NULL;
+	if (has_bad_argument)
 		return 0;
-	step.hinted = is_hinted(sp);
-	pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
-	step.reference = is_reference(step.image);
-	if (!step.reference && !begins_with(step.image, "./"))
+	step.has_hints = has_job_hints(sp);
+	read_pyxis_option(sp, "container-image", "PYXIS_CONTAINER_IMAGE", step.image, PATH_MAX);
+	step.is_registry_image = is_registry_image(step.image);
+	if (!step.is_registry_image && !starts_with_any(step.image, "./"))
 		step.image[0] = '\0';
-	if (step.reference)
-		pyxis_option(sp, "container-name", "PYXIS_CONTAINER_NAME", step.container,
-			     sizeof(step.container));
+	if (step.is_registry_image)
+		read_pyxis_option(sp, "container-name", "PYXIS_CONTAINER_NAME", step.container_name,
+				  sizeof(step.container_name));
 	/* What is saved to is always a path, and needs no image. */
-	pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save, PATH_MAX);
-	if (!step.image[0] && !step.save[0] && !step.hinted)
+	read_pyxis_option(sp, "container-save", "PYXIS_CONTAINER_SAVE", step.save_path, PATH_MAX);
+	if (!step.image[0] && !step.save_path[0] && !step.has_hints)
 		return 0;
-	step.mounts_home = mounts_home(sp);
+	step.mounts_home = read_home_option(sp);
 	/* Slurm went to the step's directory, or to /tmp; the tasks and pyxis start from there. */
-	if (!getcwd(step.folder, PATH_MAX) || step.folder[0] != '/')
-		step.folder[0] = '\0';
-	if (step.image[0] == '/' || step.save[0] == '/' || step.folder[0] || step.hinted ||
-	    step.reference)
-		wrong = ask_helper(sp, helper, timeout, &step);
-	set_variables(sp);
-	if (step.hinted)
-		report_lost_directory(sp, had, wrong);
-	onces = mmap(NULL, MOST_ITEMS * sizeof(*onces), PROT_READ | PROT_WRITE,
-		     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	if (step.later)
-		name_place(sp);
+	if (!getcwd(step.working_directory, PATH_MAX) || step.working_directory[0] != '/')
+		step.working_directory[0] = '\0';
+	if (step.image[0] == '/' || step.save_path[0] == '/' || step.working_directory[0] ||
+	    step.has_hints || step.is_registry_image)
+		failure = ask_helper(sp, helper_path, timeout_s, &step);
+	set_data_variables(sp);
+	if (step.has_hints)
+		report_lost_directory(sp, had_directory, failure);
+	report_marks = mmap(NULL, MAX_TASK_MOUNTS * sizeof(*report_marks), PROT_READ | PROT_WRITE,
+			    MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (step.is_pending)
+		set_image_path_variable(sp);
 	return 0;
 }
 
-const char *fetch_item(const struct item *item)
+const char *fetch_task_mount(const struct task_mount *mount)
 {
-	return item->image ? NULL : fetch_datum(item->datum);
+	return mount->image ? NULL : fetch_data_mount(mount->data_line);
 }
 
-const char *show_item(spank_t sp, const struct item *item)
+const char *make_task_mount(spank_t sp, const struct task_mount *mount)
 {
-	return item->image ? redirect(sp, item->image) : show_datum(sp, item->datum);
+	return mount->image ? redirect_image(sp, mount->image)
+			    : make_data_mount(sp, mount->data_line);
 }
 
-static void add_escaped(char *out, size_t size, const char *path)
+static void escape_json(char *out, size_t size, const char *text)
 {
-	size_t at = 0;
+	size_t length = 0;
 
-	for (; *path && at + 7 < size; path++) {
-		const unsigned char byte = (unsigned char)*path;
+	for (; *text && length + 7 < size; text++) {
+		const unsigned char byte = (unsigned char)*text;
 		if (byte < ' ' || byte == '"' || byte == '\\')
-			at += (size_t)snprintf(out + at, size - at, "\\u%04x", byte);
+			length += (size_t)snprintf(out + length, size - length, "\\u%04x", byte);
 		else
-			out[at++] = *path;
+			out[length++] = *text;
 	}
-	out[at] = '\0';
+	out[length] = '\0';
 }
 
 /* Whether no other task of the step was here before. */
-static bool is_first(spank_t sp, bool *mark)
+static bool is_first_task(spank_t sp, bool *mark)
 {
 	int task = 0;
 
@@ -299,94 +303,98 @@ static bool is_first(spank_t sp, bool *mark)
 	return task == 0;
 }
 
-static const char *reason(const struct item *item)
+static const char *failure_reason(const struct task_mount *mount)
 {
-	return item->cause == IS_HANGING  ? MOUNT_HANGS
-	       : item->cause == IS_QUEUED ? MOUNT_QUEUE
-					  : NO_MOUNT;
+	return mount->cause == CAUSE_HANGING_MOUNT ? MOUNT_HANGS
+	       : mount->cause == CAUSE_QUEUE	   ? MOUNT_QUEUE
+						   : NO_MOUNT;
 }
 
-void note_failure(spank_t sp, const struct item *item)
+void record_mount_failure(spank_t sp, const struct task_mount *mount)
 {
 	const char *node = getenv("SLURMD_NODENAME");
-	char path[6 * PATH_MAX], why[6 * WHY_BYTES], rest[8 * PATH_MAX];
-	uint32_t job = 0, number = 0;
+	char path[6 * PATH_MAX], failure[6 * FAILURE_BYTES], json_rest[8 * PATH_MAX];
+	uint32_t job_id = 0, step_id = 0;
 	uid_t uid = 0;
 
-	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS ||
-	    spank_get_item(sp, S_JOB_STEPID, &number) != ESPANK_SUCCESS ||
+	if (spank_get_item(sp, S_JOB_ID, &job_id) != ESPANK_SUCCESS ||
+	    spank_get_item(sp, S_JOB_STEPID, &step_id) != ESPANK_SUCCESS ||
 	    spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS ||
-	    !is_first(sp, item->once ? &item->once->noted : NULL))
+	    !is_first_task(sp, mount->marks ? &mount->marks->event : NULL))
 		return;
-	add_escaped(path, sizeof(path), item->image ? item->image->path : item->path);
-	add_escaped(why, sizeof(why), item->why);
-	snprintf(rest, sizeof(rest),
-		 "\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
-		 "\"handled\",\"result\":\"declined\",\"reason\":\"%s\",\"detail\":\"%s\",\"image\":"
-		 "\"%s\",\"data\":%s}}",
-		 job, uid, node ? node : "", reason(item), why, path, item->image ? "false" : "true");
-	append_event(EVENTS, &(struct event){.uid = uid, .number = number, .rest = rest});
+	escape_json(path, sizeof(path), mount->image ? mount->image->resolved_path : mount->path);
+	escape_json(failure, sizeof(failure), mount->failure);
+	snprintf(json_rest, sizeof(json_rest),
+		"\"hook\":\"step\",\"job\":%u,\"uid\":%u,\"node\":\"%s\",\"outcome\":{\"kind\":"
+		"\"handled\",\"result\":\"declined\",\"reason\":\"%s\",\"detail\":\"%s\",\"image\":"
+		"\"%s\",\"data\":%s}}",
+		job_id, uid, node ? node : "", failure_reason(mount), failure, path,
+		mount->image ? "false" : "true");
+	append_event(EVENTS,
+		     &(struct event){.uid = uid, .step_id = step_id, .json_rest = json_rest});
 }
 
-void say_failure(spank_t sp, const struct item *item)
+void report_mount_failure(spank_t sp, const struct task_mount *mount)
 {
-	bool first = is_first(sp, item->once ? &item->once->said : NULL);
+	bool first = is_first_task(sp, mount->marks ? &mount->marks->message : NULL);
 
 	spank_unsetenv(sp, LOCAL); /* it would name this one, too */
-	if (item->image && (item->image == &step || !step.image[0]))
-		spank_setenv(sp, RESULT, reason(item), 1);
-	if (!item->image) {
-		if (strcmp(item->path, JOB_DIR) == 0)
-			forget_directory(sp);
-		spank_setenv(sp, DATA_RESULT, reason(item), 1);
-		slurm_info("forestage: nothing is mounted at %s: %s: %s", item->path, item->why,
-			   strerror(item->error));
+	if (mount->image && (mount->image == &step || !step.image[0]))
+		spank_setenv(sp, RESULT, failure_reason(mount), 1);
+	if (!mount->image) {
+		if (strcmp(mount->path, JOB_DIR) == 0)
+			remove_directory_variables(sp);
+		spank_setenv(sp, DATA_RESULT, failure_reason(mount), 1);
+		slurm_info("forestage: nothing is mounted at %s: %s: %s", mount->path,
+			   mount->failure, strerror(mount->error_number));
 		if (first)
-			slurm_spank_log("forestage: nothing is mounted at %s: %s", item->path,
-					item->why);
+			slurm_spank_log("forestage: nothing is mounted at %s: %s", mount->path,
+					mount->failure);
 		return;
 	}
-	slurm_info("forestage: %s stays as it is: %s: %s", item->path, item->why,
-		   strerror(item->error));
-	if (item->image->tell && first)
-		slurm_spank_log("forestage: %s is read from where it is: %s", item->path, item->why);
+	slurm_info("forestage: %s stays as it is: %s: %s", mount->path, mount->failure,
+		   strerror(mount->error_number));
+	if (mount->image->wants_message && first)
+		slurm_spank_log("forestage: %s is read from where it is: %s", mount->path,
+				mount->failure);
 }
 
-/* `number` is its own in all tasks of the step. */
-static struct once *find_once(int number)
+/* `index` is its own in all tasks of the step. */
+static struct report_marks *find_report_marks(int index)
 {
-	return onces == MAP_FAILED ? NULL : onces + number;
+	return report_marks == MAP_FAILED ? NULL : report_marks + index;
 }
 
-static int list_image(struct item *items, struct step *one, int number)
+static int add_image_mount(struct task_mount *mount, struct step *image, int index)
 {
-	*items = (struct item){.path = one->image,
-			       .kept = &one->keeper,
-			       .image = one,
-			       .once = find_once(number)};
-	return one->use;
+	*mount = (struct task_mount){.path = image->image,
+				     .server_fd = &image->keeper_fd,
+				     .image = image,
+				     .marks = find_report_marks(index)};
+	return image->uses_copy;
 }
 
 /* In each task, as root, when it has joined the job's own namespaces. */
 int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 {
-	static struct item items[MOST_ITEMS];
-	int count = 0, data;
+	static struct task_mount mounts[MAX_TASK_MOUNTS];
+	int count = 0, data_count;
 
 	(void)ac, (void)av;
-	if (step.later)
+	if (step.is_pending)
 		await_answer(sp, &step);
-	count += list_image(items + count, &step, 0);
-	for (int i = 0; i < step.count; i++)
-		count += list_image(items + count, &step.also[i], 1 + i);
-	data = list_data(items + count); /* after the images, which are known by what lies beneath */
-	for (int i = 0; i < data; i++)
-		items[count + i].once = find_once(1 + MAX_HINTED + i);
-	count += data;
+	count += add_image_mount(mounts + count, &step, 0);
+	for (int i = 0; i < step.further_count; i++)
+		count += add_image_mount(mounts + count, &step.further_images[i], 1 + i);
+	/* After the images, which are known by what lies beneath. */
+	data_count = list_data_mounts(mounts + count);
+	for (int i = 0; i < data_count; i++)
+		mounts[count + i].marks = find_report_marks(1 + MAX_HINTED + i);
+	count += data_count;
 	if (count)
-		show_items(sp, items, count);
+		make_task_mounts(sp, mounts, count);
 	for (int i = 0; i < count; i++)
-		if (*items[i].kept >= 0)
-			close(*items[i].kept);
+		if (*mounts[i].server_fd >= 0)
+			close(*mounts[i].server_fd);
 	return 0;
 }

@@ -1,6 +1,6 @@
-/* What the parts of the companion know of a step, and ask of each other. */
-#ifndef FORESTAGE_H
-#define FORESTAGE_H
+/* The interfaces between the parts of the companion, and what they know of a step. */
+#ifndef FORESTAGE_PLUGIN_H
+#define FORESTAGE_PLUGIN_H
 
 #include <limits.h>
 #include <stdbool.h>
@@ -15,222 +15,230 @@
 
 #include "constants.h"
 
-#define MOST_FIELDS 7
+#define MAX_FIELDS 7
 
-enum word {
-	ODD, SAY, ENV, USE, THROUGH, ALSO, DEVICE, SERVED, FOLDER, LATER, LEAVE,
-	BOOT, EVENT_LOG, OUR_FILE, THEIR_FILE, ROOM, ENROOT, VARIABLE, IMAGE, OWNER
+/* The first word of a line of the step protocol; a malformed line is LINE_UNKNOWN. */
+enum line_kind {
+	LINE_UNKNOWN, LINE_SAY, LINE_ENV, LINE_USE, LINE_THROUGH, LINE_ALSO, LINE_DEVICE,
+	LINE_SERVED, LINE_FOLDER, LINE_LATER, LINE_LEAVE, LINE_BOOT, LINE_EVENTS, LINE_FILE,
+	LINE_THEIRS, LINE_ROOM, LINE_ENROOT, LINE_VARIABLE, LINE_IMAGE, LINE_OWNER
 };
 
-/* A line, taken apart: the fields after its word, which point into its text. */
-struct line {
-	enum word word;
-	int count;
-	char *field[MOST_FIELDS];
+/* A parsed line; the fields, which come after the first word, point into its text. */
+struct protocol_line {
+	enum line_kind kind;
+	int field_count;
+	char *fields[MAX_FIELDS];
 };
 
 struct step {
-	char image[PATH_MAX]; /* as pyxis gets it; begins with . or / unless it is a reference */
-	bool reference;       /* the image is a registry's */
-	char container[NAME_MAX]; /* the name that its container gets, or empty */
-	char save[PATH_MAX];  /* what pyxis saves to, or empty */
-	char folder[PATH_MAX]; /* where the tasks start, or empty if that is deleted */
-	char mounts_home; /* whether its container is to have it: y, n, or 0 where nobody says */
+	char image[PATH_MAX];     /* as pyxis gets it; a path begins with . or / */
+	bool is_registry_image;   /* `image` is a reference to a registry's image, not a path */
+	char container_name[NAME_MAX];    /* the name that its container gets, or empty */
+	char save_path[PATH_MAX];         /* what pyxis saves to, or empty */
+	char working_directory[PATH_MAX]; /* where the tasks start, or empty if it is deleted */
+	char mounts_home; /* whether the container gets $HOME: y, n, or 0 for the site's default */
 
 	/* The helper's answer. */
-	bool use;              /* else the path stays as it is */
-	bool later;            /* who knows listens at `entry`: the tasks wait for the answer */
-	bool through;          /* the copy is under way: its keeper serves the file */
-	char entry[PATH_MAX];  /* the file of the cache, or its keeper's socket; root's alone */
-	char path[PATH_MAX];   /* the image, resolved: where the entry is to show */
+	bool uses_copy;       /* else the path stays as it is */
+	bool is_pending;      /* the tasks wait at the socket `entry_path` for the answer */
+	bool reads_through;   /* the copy is under way: its keeper serves the file */
+	char entry_path[PATH_MAX]; /* the file of the cache, or its keeper's socket; root's alone */
+	char resolved_path[PATH_MAX];   /* the image without links: where the entry is mounted */
 	unsigned long long identity[4]; /* of the image: inode, size, mtime and ctime in ns */
-	bool tell;             /* whether the user wants to hear that it did not work */
+	bool wants_message;   /* whether the user wants to hear that the copy cannot be used */
 
-	int keeper;            /* connected to it; -1 where that was not possible */
+	int keeper_fd;        /* the connection to it; -1 where that was not possible */
 
-	bool hinted;           /* the job's comment names images or data for its steps */
-	int count;             /* of `also`, as the helper answered */
-	struct step *also;     /* MAX_HINTED of them */
+	bool has_hints;       /* the job's comment names images or data for its steps */
+	int further_count;    /* of `further_images`, as the helper answered */
+	struct step *further_images; /* MAX_HINTED of them */
 };
 
-#define MOST_DATA 40   /* lines of a step; more are left out */
+#define MAX_DATA_LINES 40   /* lines of a step; more are left out */
 
-#define WHY_BYTES 200
+#define FAILURE_BYTES 200
 
-/* Why an item is not shown: what is wrong with it, a mount that hangs, or the mounts of other tasks. */
-enum cause { IS_REFUSED, IS_HANGING, IS_QUEUED };
+/* Why a mount fails: an error, a mount that hangs, or the wait for the mounts of other tasks. */
+enum failure_cause { CAUSE_ERROR, CAUSE_HANGING_MOUNT, CAUSE_QUEUE };
 
-/* What the first task of a step does for all that are not shown an item; the tasks share this memory. */
-struct once {
-	bool said;
-	bool noted;
+/* What the first task of a step has reported of a failed mount; the tasks share this memory. */
+struct report_marks {
+	bool message; /* to the user */
+	bool event;   /* in the event log */
 };
 
-/* What a task is to be shown: an image, or a line on data that is a mount. */
-struct item {
-	const char *path; /* where */
-	int *kept;        /* what serves it: a connection, or a mount; or -1 */
+/* What is to be mounted for a task: an image, or a line on data. */
+struct task_mount {
+	const char *path;         /* where */
+	int *server_fd;           /* what serves it: a connection, or a mount; or -1 */
 	const struct step *image; /* or NULL */
-	struct datum *datum;
-	struct once *once; /* NULL where there is no memory: then task 0 does it */
-	bool over;         /* it failed: it is not tried again. Why: */
-	enum cause cause;
-	int error;
-	char why[WHY_BYTES];
+	struct data_line *data_line;
+	struct report_marks *marks; /* NULL where there is no memory: then task 0 reports */
+	bool has_failed;            /* then it is not tried again, and the rest says why */
+	enum failure_cause cause;
+	int error_number;
+	char failure[FAILURE_BYTES];
 };
 
-/* What is to show at the path, opened; -1 where it is not. */
-struct copy {
-	int folder; /* the entry's; -1 for a file that is served */
-	int image;
+/* The copy of an image, opened; each is -1 where it is not open. */
+struct open_copy {
+	int directory_fd; /* the entry's; -1 for a file that is served */
+	int image_fd;
 };
 
-/* Who asks: the job's user, with the groups that the step manager has taken on. */
-struct asker {
-	uint32_t job;
-	uint32_t number; /* the step's */
+/* The job's user, with the groups that the step manager has taken on. */
+struct requester {
+	uint32_t job_id;
+	uint32_t step_id;
 	uid_t uid;
 	gid_t gid;
-	int count;
+	int group_count;
 	gid_t groups[NGROUPS_MAX];
-	char **variables; /* of the step; NULL where Slurm does not tell */
+	char **environment; /* of the step; NULL where Slurm does not tell */
 };
 
 /* helper.c. In the step manager itself, before SPANK may call us beside it. */
-void remember_manager(void);
+void save_step_manager(void);
 
 /*
- * helper.c. Completes the step, or leaves it as it is; takes `timeout` seconds at most. NULL, or why no
- * helper has answered.
+ * helper.c. Completes the step, or leaves it as it is; takes `timeout_s` seconds at most. NULL, or why
+ * no helper has answered.
  */
-const char *ask_helper(spank_t sp, const char *helper, long timeout, struct step *step);
+const char *ask_helper(spank_t sp, const char *helper_path, long timeout_s, struct step *step);
 
-/* step_protocol.c. Takes a line apart, in place; its word. What counts for nothing is ODD. */
-enum word understand(char *text, struct line *line);
+/* step_protocol.c. Parses a line in place, and returns its kind. */
+enum line_kind parse_line(char *text, struct protocol_line *line);
 
 /* step_protocol.c. A field that is a number, and four of them. */
-unsigned long long number(const struct line *line, int field);
-void take_numbers(const struct line *line, int first, unsigned long long numbers[4]);
+unsigned long long read_number(const struct protocol_line *line, int index);
+void read_numbers(const struct protocol_line *line, int first_index, unsigned long long numbers[4]);
 
-/* helper.c. Takes over what a line answers on an image: USE, THROUGH, LATER or LEAVE. */
-void take_answer(const struct line *line, struct step *step);
+/* helper.c. Takes over the answer on an image of a line `use`, `through`, `later` or `leave`. */
+void apply_answer(const struct protocol_line *line, struct step *step);
 
-/* import_wait.c. In a task: waits for the answer at the socket `entry`; the step is then complete. */
+/* import_wait.c. In a task: completes the step by the answer that comes at the socket `entry_path`. */
 void await_answer(spank_t sp, struct step *step);
 
-/* step_record.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, or not at all. */
-void recall(const struct asker *who, struct step *step);
+/*
+ * step_record.c. In a child with nothing but 0, 1 and 2 open: answers on 1 as a helper, by the record
+ * of an earlier step, or not at all.
+ */
+void answer_from_record(const struct requester *requester, struct step *step);
 
-/* step_record.c. As `recall`, of the job's own directory, which needs no helper. */
-void recall_directory(const struct asker *who, struct step *step);
+/* step_record.c. As `answer_from_record`, of the job's own directory, which needs no helper. */
+void answer_from_directory_record(const struct requester *requester, struct step *step);
 
-/* What the companion notes of a step: whose it is, microseconds in all, and the rest of its JSON. */
+/* What the event log gets of a step. */
 struct event {
 	uid_t uid;
-	uint32_t number; /* the step's */
-	long long total;
-	const char *rest;
+	uint32_t step_id;
+	long long duration_us;
+	const char *json_rest; /* all that comes after the step's number */
 };
 
-/* step_record.c. A line of the event log, and of what its user may read. */
-void append_event(const char *log, const struct event *event);
+/* step_record.c. Writes a line of the event log, and of the file that the user may read. */
+void append_event(const char *log_path, const struct event *event);
 
-/* Between two looks at what is about to end. */
-void wait_a_moment(void);
+/* helper.c. Sleeps for 2 ms, between two checks of something that is about to end. */
+void sleep_poll_interval(void);
 
-/* helper.c. Of a clock that nobody sets. */
-long long now_ms(void);
+/* helper.c. Milliseconds of a clock that nobody sets. */
+long long read_monotonic_ms(void);
 
-/* task_namespace.c. Shows a task these, in their order; for each that it is not shown, why is said and noted. */
-void show_items(spank_t sp, struct item *items, int count);
+/*
+ * task_namespace.c. Mounts these for a task, in their order. Each that fails is reported to the user
+ * and recorded in the event log.
+ */
+void make_task_mounts(spank_t sp, struct task_mount *mounts, int count);
 
-/* plugin.c. In the task: what may take long. NULL, or why it is not shown, and errno. */
-const char *fetch_item(const struct item *item);
+/* plugin.c. In the task: what may take long. NULL, or why it cannot be mounted, and errno. */
+const char *fetch_task_mount(const struct task_mount *mount);
 
-/* plugin.c. Where the mounts are made. NULL, or why it is not shown, and errno. */
-const char *show_item(spank_t sp, const struct item *item);
+/* plugin.c. In the process that mounts. NULL, or why it cannot be mounted, and errno. */
+const char *make_task_mount(spank_t sp, const struct task_mount *mount);
 
-/* plugin.c. Notes for `forestage explain` why it is not shown, once a step. Waits for a disk. */
-void note_failure(spank_t sp, const struct item *item);
+/* plugin.c. Records for `forestage explain` why a mount failed, once a step. Waits for a disk. */
+void record_mount_failure(spank_t sp, const struct task_mount *mount);
 
-/* plugin.c. In the task: why it is not shown. */
-void say_failure(spank_t sp, const struct item *item);
+/* plugin.c. In the task: logs why a mount failed, and tells the user once a step. */
+void report_mount_failure(spank_t sp, const struct task_mount *mount);
 
 /* task_namespace.c. Before the first mount: the task is to enter the namespace in which it is made. */
-void will_change(void);
+void mark_namespace_changed(void);
 
 /* read_through.c. By the path of its socket, as root; -1, and errno. For the step manager too. */
 int connect_keeper(const char *path);
 
-/* read_through.c. Gets a mount of the file that is served. NULL, or why not, and errno. */
-const char *open_through(const struct step *step, struct copy *copy);
+/* read_through.c. Opens a mount of the file that the keeper serves. NULL, or why not, and errno. */
+const char *open_read_through(const struct step *step, struct open_copy *copy);
 
-#define ANSWER_BYTES 1024 /* the longest answer of a keeper that counts */
+#define KEEPER_ANSWER_BYTES 1024 /* the longest answer of a keeper that counts */
 
-/* read_through.c. A detached clone of the mount that a keeper holds; -1, errno, and what it answers. */
-int fetch_mount(int keeper, char answer[ANSWER_BYTES]);
+/* read_through.c. A detached clone of the mount that a keeper holds; -1, errno, and its answer. */
+int fetch_mount_clone(int keeper_fd, char answer[KEEPER_ANSWER_BYTES]);
 
-/* read_through.c. Mounts it on the open directory or file `target`; false, and errno. */
-bool attach_mount(int mount, int target);
+/* read_through.c. Mounts it on an open directory or file; false, and errno. */
+bool attach_mount(int mount_fd, int target_fd);
 
-/* redirect.c. Opens the folder and the image of the entry. NULL, or why not, and errno. */
-const char *open_entry(const struct step *step, struct copy *copy);
+/* redirect.c. Opens the directory and the image of the entry. NULL, or why not, and errno. */
+const char *open_entry(const struct step *step, struct open_copy *copy);
 
 /* redirect.c. O_PATH, of the path as the user wrote it; -1, and errno. */
-int open_path(const struct step *step);
+int open_image_path(const struct step *step);
 
 /* redirect.c. Inode, size, mtime and ctime in ns. */
-void identify(const struct stat *st, unsigned long long identity[4]);
+void identity_from_stat(const struct stat *st, unsigned long long identity[4]);
 
 /* redirect.c. Real and saved ids stay root's: the user can neither signal nor trace the process. */
-bool act_as(uid_t uid, gid_t gid, int count, const gid_t *groups);
+bool set_effective_user(uid_t uid, gid_t gid, int count, const gid_t *groups);
 
-/* redirect.c. Calls `open_it` with the job's ids and groups, which a task does not have yet. */
-int as_job_user(spank_t sp, int (*open_it)(const void *what), const void *what);
+/* redirect.c. Calls `function` with the job's ids and groups, which a task does not have yet. */
+int call_as_job_user(spank_t sp, int (*function)(const void *argument), const void *argument);
 
-/* redirect.c. The path shows the entry in a namespace of this process. NULL, or why not, and errno. */
-const char *redirect(spank_t sp, const struct step *step);
+/* redirect.c. Mounts the entry on its image's path, for this process. NULL, or why not, and errno. */
+const char *redirect_image(spank_t sp, const struct step *step);
 
 /* stage_options.c. At init: has Slurm offer `--stage`; in srun and sbatch, forgets an earlier job's. */
-void offer_options(spank_t sp);
+void register_stage_options(spank_t sp);
 
 /*
- * stage_options.c. Once all options of a job, or of a part of it, are read: hands them to its Prologs. Ends
- * the program where `helper hints` refuses them; NULL: they are not checked.
+ * stage_options.c. Once all options of a job, or of a part of it, are read: passes them to its Prologs.
+ * Ends the program where `helper_path hints` refuses them; NULL: they are not checked.
  */
-void hand_over(spank_t sp, const char *helper);
+void pass_options_to_prolog(spank_t sp, const char *helper_path);
 
 /* data_mounts.c. One of the lines on the job's data; keeps its text, or frees that. */
-void take_datum(const struct line *line, char *text);
+void add_data_line(const struct protocol_line *line, char *text);
 
 /* data_mounts.c. Before a helper is asked (again). */
-void forget_data(void);
+void clear_data_lines(void);
 
-/* data_mounts.c. In user_init: what the helper said of the step's environment. */
-void set_variables(spank_t sp);
+/* data_mounts.c. In user_init: sets the variables that the helper named for the step. */
+void set_data_variables(spank_t sp);
 
 /* data_mounts.c. Whether a line says that the step has the job's own directory, or that it has none. */
-bool is_directory_named(void);
+bool has_directory_line(void);
 
 /*
- * step_environment.c. Takes out all that forestage puts into an environment: it may be of another job, or of
- * another node. Whether that had a job's own directory.
+ * step_environment.c. Removes all that forestage puts into an environment: it may be of another job, or
+ * of another node. Whether that had a job's own directory.
  */
-bool forget_variables(spank_t sp);
+bool remove_forestage_variables(spank_t sp);
 
-/* step_environment.c. As before, of the variables alone that lead into a job's own directory. */
-bool forget_directory(spank_t sp);
+/* step_environment.c. Removes only the variables that lead into a job's own directory. */
+bool remove_directory_variables(spank_t sp);
 
-/* step_environment.c. Keeps what the user had of a variable that leads into the job's own directory. */
-void set_variable(spank_t sp, const char *name, const char *value);
+/* step_environment.c. Saves the user's value of a variable that leads into the job's own directory. */
+void set_step_variable(spank_t sp, const char *name, const char *value);
 
-/* data_mounts.c. All that is to be mounted, in the order of the lines; how many that are. */
-int list_data(struct item *items);
+/* data_mounts.c. Adds all data that is to be mounted, in the order of the lines; returns how many. */
+int list_data_mounts(struct task_mount *mounts);
 
-/* data_mounts.c. NULL, or why it cannot be had, and errno. Waits for who serves it. */
-const char *fetch_datum(struct datum *one);
+/* data_mounts.c. NULL, or why it cannot be had, and errno. Waits for the program that serves it. */
+const char *fetch_data_mount(struct data_line *line);
 
 /* data_mounts.c. NULL, or why nothing is mounted there, and errno. */
-const char *show_datum(spank_t sp, struct datum *one);
+const char *make_data_mount(spank_t sp, struct data_line *line);
 
 #endif

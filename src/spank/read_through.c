@@ -13,8 +13,8 @@
 
 #include "plugin.h"
 
-#define ANSWER_SECONDS 1 /* for each packet to or from the keeper; below LIMIT_MS */
-#define MOUNT "mount"    /* asks for a clone of its mount: system/holder.py */
+#define KEEPER_TIMEOUT_S 1 /* for each packet to or from the keeper; below LIMIT_MS */
+#define MOUNT_REQUEST "mount"    /* asks for a clone of its mount: system/holder.py */
 
 /* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount
@@ -24,9 +24,9 @@
 
 int connect_keeper(const char *path)
 {
-	const struct timeval patience = {.tv_sec = ANSWER_SECONDS};
+	const struct timeval timeout = {.tv_sec = KEEPER_TIMEOUT_S};
 	struct sockaddr_un name = {.sun_family = AF_UNIX};
-	uid_t user = geteuid();
+	uid_t effective_uid = geteuid();
 	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 
 	if (strlen(path) >= sizeof(name.sun_path)) {
@@ -34,15 +34,15 @@ int connect_keeper(const char *path)
 		goto failed;
 	}
 	memcpy(name.sun_path, path, strlen(path));
-	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) < 0 ||
-	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) < 0 ||
+	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)) < 0 ||
+	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout)) < 0 ||
 	    /* Only root gets there. For this thread alone: the step manager has others. */
 	    syscall(SYS_setresuid, -1, 0, -1) < 0)
 		goto failed;
-	int connected = connect(fd, (struct sockaddr *)&name, sizeof(name)), error = errno;
-	syscall(SYS_setresuid, -1, user, -1);
+	int result = connect(fd, (struct sockaddr *)&name, sizeof(name)), error = errno;
+	syscall(SYS_setresuid, -1, effective_uid, -1);
 	errno = error;
-	if (connected == 0)
+	if (result == 0)
 		return fd;
 failed:
 	if (fd >= 0)
@@ -51,81 +51,81 @@ failed:
 }
 
 /* Asks for a mount. The descriptor of the answer, or -1. */
-static int exchange(int keeper, char answer[ANSWER_BYTES])
+static int request_mount(int keeper_fd, char answer[KEEPER_ANSWER_BYTES])
 {
 	union {
 		struct cmsghdr head;
 		char room[CMSG_SPACE(sizeof(int))];
 	} control = {0};
-	struct iovec part = {.iov_base = answer, .iov_len = ANSWER_BYTES - 1};
+	struct iovec part = {.iov_base = answer, .iov_len = KEEPER_ANSWER_BYTES - 1};
 	struct msghdr packet = {.msg_iov = &part,
 				.msg_iovlen = 1,
 				.msg_control = &control,
 				.msg_controllen = sizeof(control)};
-	int got = -1;
-	ssize_t n = send(keeper, MOUNT, strlen(MOUNT), MSG_NOSIGNAL);
+	int mount_fd = -1;
+	ssize_t n = send(keeper_fd, MOUNT_REQUEST, strlen(MOUNT_REQUEST), MSG_NOSIGNAL);
 	if (n >= 0)
-		n = recvmsg(keeper, &packet, MSG_CMSG_CLOEXEC);
+		n = recvmsg(keeper_fd, &packet, MSG_CMSG_CLOEXEC);
 	if (n <= 0) {
 		/* An answer that comes later must not be taken for that to the next task's request;
 		 * and nobody else waits for a keeper that does not answer. */
 		int error = n < 0 ? errno : ECONNRESET;
-		shutdown(keeper, SHUT_RDWR);
+		shutdown(keeper_fd, SHUT_RDWR);
 		errno = error;
 		return -1;
 	}
 	answer[n] = '\0';
-	struct cmsghdr *came = CMSG_FIRSTHDR(&packet);
-	if (came && came->cmsg_type == SCM_RIGHTS && came->cmsg_len == CMSG_LEN(sizeof(int)))
-		memcpy(&got, CMSG_DATA(came), sizeof(int));
-	return got;
+	struct cmsghdr *header = CMSG_FIRSTHDR(&packet);
+	if (header && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int)))
+		memcpy(&mount_fd, CMSG_DATA(header), sizeof(int));
+	return mount_fd;
 }
 
-static bool refused(const char *answer)
+static bool is_refusal(const char *answer)
 {
 	return strncmp(answer, "no", 2) == 0;
 }
 
 /* The tasks share a connection, and an answer does not say to whom. */
-static bool take_turn(int keeper, short how)
+static bool lock_connection(int keeper_fd, short lock_type)
 {
-	struct flock turn = {.l_type = how};
+	struct flock lock = {.l_type = lock_type};
 
-	return fcntl(keeper, F_SETLKW, &turn) == 0;
+	return fcntl(keeper_fd, F_SETLKW, &lock) == 0;
 }
 
-int fetch_mount(int keeper, char answer[ANSWER_BYTES])
+int fetch_mount_clone(int keeper_fd, char answer[KEEPER_ANSWER_BYTES])
 {
 	answer[0] = '\0';
-	int mount = take_turn(keeper, F_WRLCK) ? exchange(keeper, answer) : -1;
-	int error = refused(answer) ? ECONNREFUSED : errno;
+	int mount_fd = lock_connection(keeper_fd, F_WRLCK) ? request_mount(keeper_fd, answer) : -1;
+	int error = is_refusal(answer) ? ECONNREFUSED : errno;
 
-	take_turn(keeper, F_UNLCK);
+	lock_connection(keeper_fd, F_UNLCK);
 	errno = error;
-	return mount;
+	return mount_fd;
 }
 
-bool attach_mount(int mount, int target)
+bool attach_mount(int mount_fd, int target_fd)
 {
-	return syscall(SYS_move_mount, mount, "", target, "", FROM_AND_TO_DESCRIPTORS) == 0;
+	return syscall(SYS_move_mount, mount_fd, "", target_fd, "", FROM_AND_TO_DESCRIPTORS) == 0;
 }
 
-const char *open_through(const struct step *step, struct copy *copy)
+const char *open_read_through(const struct step *step, struct open_copy *copy)
 {
-	int keeper = step->keeper >= 0 ? step->keeper : connect_keeper(step->entry);
-	char answer[ANSWER_BYTES];
+	int keeper_fd = step->keeper_fd >= 0 ? step->keeper_fd : connect_keeper(step->entry_path);
+	char answer[KEEPER_ANSWER_BYTES];
 	struct stat st;
 
-	if (keeper < 0)
+	if (keeper_fd < 0)
 		return "no process serves its copy";
-	copy->image = fetch_mount(keeper, answer);
+	copy->image_fd = fetch_mount_clone(keeper_fd, answer);
 	int error = errno;
-	if (keeper != step->keeper)
-		close(keeper);
+	if (keeper_fd != step->keeper_fd)
+		close(keeper_fd);
 	errno = error;
-	if (copy->image < 0)
+	if (copy->image_fd < 0)
 		return "its copy is not served";
-	if (fstat(copy->image, &st) == 0 && S_ISREG(st.st_mode) &&
+	if (fstat(copy->image_fd, &st) == 0 && S_ISREG(st.st_mode) &&
 	    (unsigned long long)st.st_size == step->identity[1])
 		return NULL;
 	errno = ESTALE;

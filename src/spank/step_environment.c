@@ -11,14 +11,13 @@
 
 #include "plugin.h"
 
-#define WAS "FORESTAGE_WAS_"
-#define SEEDS JOB_DIR "/seed/"
-#define NAME_BYTES 128 /* longer than the names that a seed may set (features/data/fill.py), with
-WAS */
-#define MOST_OWN 256   /* more than forestage sets for a step; others are the user's own doing */
+#define SAVED_PREFIX "FORESTAGE_WAS_"
+#define SEED_PREFIX JOB_DIR "/seed/"
+#define MAX_NAME_BYTES 128 /* more than a seed's variable and SAVED_PREFIX (features/data/fill.py) */
+#define MAX_OWN_VARIABLES 256 /* more than forestage sets for a step */
 
 /* The value of the first variable of that name, which is the one that Slurm finds, or NULL. */
-static const char *find_value(char **env, const char *name)
+static const char *find_variable(char **env, const char *name)
 {
 	size_t length = strlen(name);
 
@@ -29,52 +28,53 @@ static const char *find_value(char **env, const char *name)
 }
 
 /* Any other value is the user's own, whatever the variable's name is. */
-static bool is_own(const char *name, const char *value)
+static bool is_forestage_variable(const char *name, const char *value)
 {
 	if (strcmp(name, DIRECTORY) == 0)
 		return strcmp(value, JOB_DIR) == 0;
-	return strncmp(value, SEEDS, strlen(SEEDS)) == 0 && strcmp(value + strlen(SEEDS), name) == 0;
+	return strncmp(value, SEED_PREFIX, strlen(SEED_PREFIX)) == 0 &&
+	       strcmp(value + strlen(SEED_PREFIX), name) == 0;
 }
 
 /* Gives the variable back what the user had, or takes it out. */
-static void restore(spank_t sp, char **env, const char *name)
+static void restore_variable(spank_t sp, char **env, const char *name)
 {
-	char was[sizeof(WAS) + NAME_BYTES];
-	const char *found;
+	char saved_name[sizeof(SAVED_PREFIX) + MAX_NAME_BYTES];
+	const char *saved;
 	char *value;
 
-	snprintf(was, sizeof(was), WAS "%s", name);
-	found = find_value(env, was);
-	value = found ? strdup(found) : NULL; /* Slurm may move its environment */
+	snprintf(saved_name, sizeof(saved_name), SAVED_PREFIX "%s", name);
+	saved = find_variable(env, saved_name);
+	value = saved ? strdup(saved) : NULL; /* Slurm may move its environment */
 	if (!value || spank_setenv(sp, name, value, 1) != ESPANK_SUCCESS)
 		spank_unsetenv(sp, name);
-	if (found)
-		spank_unsetenv(sp, was);
+	if (saved)
+		spank_unsetenv(sp, saved_name);
 	free(value);
 }
 
 /* Takes one variable out; false once there is none. Each change may move Slurm's environment. */
-static bool take_out_one(spank_t sp, bool *had)
+static bool remove_next_variable(spank_t sp, bool *had_directory)
 {
-	char **env = NULL, name[NAME_BYTES];
+	char **env = NULL, name[MAX_NAME_BYTES];
 
 	if (spank_get_item(sp, S_JOB_ENV, &env) != ESPANK_SUCCESS)
 		return false;
-	for (char **each = env; each && *each; each++) {
-		const size_t length = strcspn(*each, "="), prefix = strlen(WAS);
+	for (char **variable = env; variable && *variable; variable++) {
+		const size_t length = strcspn(*variable, "="), prefix_length = strlen(SAVED_PREFIX);
 
-		if (length >= sizeof(name) || !(*each)[length])
+		if (length >= sizeof(name) || !(*variable)[length])
 			continue;
-		snprintf(name, sizeof(name), "%.*s", (int)length, *each);
-		if (is_own(name, *each + length + 1)) {
-			*had = *had || strcmp(name, DIRECTORY) == 0;
-			restore(sp, env, name);
+		snprintf(name, sizeof(name), "%.*s", (int)length, *variable);
+		if (is_forestage_variable(name, *variable + length + 1)) {
+			*had_directory = *had_directory || strcmp(name, DIRECTORY) == 0;
+			restore_variable(sp, env, name);
 			return true;
 		}
-		if (strncmp(name, WAS, prefix) != 0)
+		if (strncmp(name, SAVED_PREFIX, prefix_length) != 0)
 			continue;
-		const char *now = find_value(env, name + prefix);
-		if (now && is_own(name + prefix, now))
+		const char *current = find_variable(env, name + prefix_length);
+		if (current && is_forestage_variable(name + prefix_length, current))
 			continue; /* its own turn comes */
 		spank_unsetenv(sp, name); /* the script has set or unset the variable since */
 		return true;
@@ -82,36 +82,37 @@ static bool take_out_one(spank_t sp, bool *had)
 	return false;
 }
 
-bool forget_directory(spank_t sp)
+bool remove_directory_variables(spank_t sp)
 {
-	bool had = false;
+	bool had_directory = false;
 
-	for (int i = 0; i < MOST_OWN && take_out_one(sp, &had); i++)
+	for (int i = 0; i < MAX_OWN_VARIABLES && remove_next_variable(sp, &had_directory); i++)
 		continue;
-	return had;
+	return had_directory;
 }
 
-bool forget_variables(spank_t sp)
+bool remove_forestage_variables(spank_t sp)
 {
 	spank_unsetenv(sp, RESULT);
 	spank_unsetenv(sp, IMAGE_PATH);
 	spank_unsetenv(sp, DATA_RESULT);
 	spank_unsetenv(sp, LOCAL);
-	return forget_directory(sp);
+	return remove_directory_variables(sp);
 }
 
-void set_variable(spank_t sp, const char *name, const char *value)
+void set_step_variable(spank_t sp, const char *name, const char *value)
 {
-	char **env = NULL, was[sizeof(WAS) + NAME_BYTES];
-	const char *found = NULL;
+	char **env = NULL, saved_name[sizeof(SAVED_PREFIX) + MAX_NAME_BYTES];
+	const char *previous = NULL;
 
-	if (is_own(name, value) && spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS)
-		found = find_value(env, name);
-	char *before = found ? strdup(found) : NULL;
-	snprintf(was, sizeof(was), WAS "%s", name);
-	if (before)
-		spank_setenv(sp, was, before, 1);
-	free(before);
+	if (is_forestage_variable(name, value) &&
+	    spank_get_item(sp, S_JOB_ENV, &env) == ESPANK_SUCCESS)
+		previous = find_variable(env, name);
+	char *copy = previous ? strdup(previous) : NULL;
+	snprintf(saved_name, sizeof(saved_name), SAVED_PREFIX "%s", name);
+	if (copy)
+		spank_setenv(sp, saved_name, copy, 1);
+	free(copy);
 	if (spank_setenv(sp, name, value, 1) != ESPANK_SUCCESS)
 		slurm_info("forestage: %s cannot be set", name);
 }

@@ -19,36 +19,36 @@
  */
 static const struct {
 	const char *word;
-	const char *fields;
-	enum word means;
+	const char *field_kinds;
+	enum line_kind kind;
 } GRAMMAR[] = {
-	{"say", "*", SAY},
-	{"env", "n?.", ENV},
-	{"use", "//####b", USE},
-	{"through", "//####b", THROUGH},
-	{"also", "*", ALSO},
-	{"device", "d.kwmi", DEVICE},
-	{"served", "/mi", SERVED},
-	{"folder", ".mr", FOLDER},
-	{"later", "/", LATER},
-	{"leave", "*", LEAVE},
+	{"say", "*", LINE_SAY},
+	{"env", "n?.", LINE_ENV},
+	{"use", "//####b", LINE_USE},
+	{"through", "//####b", LINE_THROUGH},
+	{"also", "*", LINE_ALSO},
+	{"device", "d.kwmi", LINE_DEVICE},
+	{"served", "/mi", LINE_SERVED},
+	{"folder", ".mr", LINE_FOLDER},
+	{"later", "/", LINE_LATER},
+	{"leave", "*", LINE_LEAVE},
 	/* Of a record alone (cache/step_record.py). */
-	{"boot", ".", BOOT},
-	{"events", "/", EVENT_LOG},
-	{"file", "/####", OUR_FILE},
-	{"theirs", "/####", THEIR_FILE},
-	{"room", "##", ROOM},
-	{"enroot", ".", ENROOT},
-	{"variable", ".?.", VARIABLE},
-	{"image", ".#.*", IMAGE},
-	{"owner", "#", OWNER}, /* features/data/directory_record.py */
+	{"boot", ".", LINE_BOOT},
+	{"events", "/", LINE_EVENTS},
+	{"file", "/####", LINE_FILE},
+	{"theirs", "/####", LINE_THEIRS},
+	{"room", "##", LINE_ROOM},
+	{"enroot", ".", LINE_ENROOT},
+	{"variable", ".?.", LINE_VARIABLE},
+	{"image", ".#.*", LINE_IMAGE},
+	{"owner", "#", LINE_OWNER}, /* features/data/directory_record.py */
 };
 
 #define DIGITS "0123456789"
-#define SMALL "abcdefghijklmnopqrstuvwxyz"
-#define CAPITALS "ABCDEFGHIJKLMNOPQRSTUVWXYZ_"
+#define LOWER_CASE "abcdefghijklmnopqrstuvwxyz"
+#define UPPER_CASE "ABCDEFGHIJKLMNOPQRSTUVWXYZ_"
 
-static bool is_all(const char *text, const char *characters)
+static bool consists_of(const char *text, const char *characters)
 {
 	return *text && text[strspn(text, characters)] == '\0';
 }
@@ -57,10 +57,10 @@ static bool is_number(const char *text)
 {
 	errno = 0;
 	strtoull(text, NULL, 10);
-	return errno == 0 && is_all(text, DIGITS);
+	return errno == 0 && consists_of(text, DIGITS);
 }
 
-static bool fits(char kind, const char *text)
+static bool matches_kind(char kind, const char *text)
 {
 	switch (kind) {
 	case '/':
@@ -77,55 +77,58 @@ static bool fits(char kind, const char *text)
 	case 'd':
 		return strncmp(text, "/dev/", 5) == 0;
 	case 'k':
-		return is_all(text, SMALL DIGITS);
+		return consists_of(text, LOWER_CASE DIGITS);
 	case 'w':
 		return strcmp(text, "ro") == 0 || strcmp(text, "rw") == 0;
 	case 'n':
-		return is_all(text, CAPITALS DIGITS) && strspn(text, DIGITS) == 0;
+		return consists_of(text, UPPER_CASE DIGITS) && strspn(text, DIGITS) == 0;
 	default:
 		return true;
 	}
 }
 
-static bool cut(char *rest, const char *kinds, struct line *line)
+static bool split_fields(char *rest, const char *field_kinds, struct protocol_line *line)
 {
-	for (line->count = 0; *kinds; kinds++) {
-		if (*kinds == '?' && !rest)
+	for (line->field_count = 0; *field_kinds; field_kinds++) {
+		if (*field_kinds == '?' && !rest)
 			return true;
-		if (*kinds == '?')
+		if (*field_kinds == '?')
 			continue;
 		if (!rest)
 			return false;
 		char *field = rest;
-		if (*kinds == '*')
+		if (*field_kinds == '*')
 			rest = NULL;
 		else
 			strsep(&rest, "\t");
-		if (!fits(*kinds, field))
+		if (!matches_kind(*field_kinds, field))
 			return false;
-		line->field[line->count++] = field;
+		line->fields[line->field_count++] = field;
 	}
 	return !rest;
 }
 
-enum word understand(char *text, struct line *line)
+enum line_kind parse_line(char *text, struct protocol_line *line)
 {
 	char *rest = text;
 	const char *word = strsep(&rest, "\t");
 
 	for (size_t i = 0; i < sizeof(GRAMMAR) / sizeof(*GRAMMAR); i++)
 		if (strcmp(word, GRAMMAR[i].word) == 0)
-			return line->word = cut(rest, GRAMMAR[i].fields, line) ? GRAMMAR[i].means : ODD;
-	return line->word = ODD;
+			return line->kind = split_fields(rest, GRAMMAR[i].field_kinds, line)
+						    ? GRAMMAR[i].kind
+						    : LINE_UNKNOWN;
+	return line->kind = LINE_UNKNOWN;
 }
 
-unsigned long long number(const struct line *line, int field)
+unsigned long long read_number(const struct protocol_line *line, int index)
 {
-	return strtoull(line->field[field], NULL, 10); /* a time before 1970 wraps, in redirect.c too */
+	/* A time before 1970 wraps, in redirect.c too. */
+	return strtoull(line->fields[index], NULL, 10);
 }
 
-void take_numbers(const struct line *line, int first, unsigned long long numbers[4])
+void read_numbers(const struct protocol_line *line, int first_index, unsigned long long numbers[4])
 {
 	for (int i = 0; i < 4; i++)
-		numbers[i] = number(line, first + i);
+		numbers[i] = read_number(line, first_index + i);
 }

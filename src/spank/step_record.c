@@ -14,63 +14,64 @@
 #include "plugin.h"
 
 #define EVENT_BYTES (RECORD_BYTES + 200)
-#define MOST_THEIRS 32 /* files of the user's; one with more asks a helper */
-#define PROLOG_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
+#define MAX_USER_FILES 32 /* files of the user's; one with more asks a helper */
+#define PROLOG_TIMEOUT_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
 
-struct note {
-	char *events;     /* the event log */
-	char *event;      /* the rest of this one's JSON */
+struct recorded_image {
+	char *event_log;  /* its path */
+	char *event_json; /* the rest of the event's JSON */
 	char *answer;     /* as a helper would give it */
-	struct line room; /* bytes that stay free on the cache's disk, and the ratio of unpacking */
-	struct line theirs[MOST_THEIRS]; /* files that have to be as they were, for the user to look at */
-	int count;
+	struct protocol_line room; /* bytes that stay free on the cache's disk; ratio of unpacking */
+	/* Files that must not have changed, checked as the user. */
+	struct protocol_line user_files[MAX_USER_FILES];
+	int user_file_count;
 };
 
 /* All of a file that only root could write. False where there is none, or more than fits. */
-static bool read_all(const char *path, char *text, size_t size)
+static bool read_root_file(const char *path, char *text, size_t size)
 {
 	int fd = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 	struct stat st;
-	size_t have = 0;
+	size_t length = 0;
 	ssize_t n = 0;
 
 	if (fd < 0)
 		return false;
 	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0 && !(st.st_mode & 022))
-		while (have < size - 1 && (n = read(fd, text + have, size - 1 - have)) > 0)
-			have += (size_t)n;
+		while (length < size - 1 && (n = read(fd, text + length, size - 1 - length)) > 0)
+			length += (size_t)n;
 	close(fd);
-	text[have] = '\0';
-	return n == 0 && have > 0;
+	text[length] = '\0';
+	return n == 0 && length > 0;
 }
 
 /* Whether a file is as it was when the record was made: zeros are for one that was not there. */
-static bool unchanged(const struct line *line)
+static bool is_unchanged(const struct protocol_line *line)
 {
-	const char *path = line->field[0];
-	unsigned long long id[4], found[4] = {0};
+	const char *path = line->fields[0];
+	unsigned long long recorded[4], current[4] = {0};
 	struct stat st;
 
-	take_numbers(line, 1, id);
+	read_numbers(line, 1, recorded);
 	if (stat(path, &st) == 0)
-		identify(&st, found);
+		identity_from_stat(&st, current);
 	else if (errno != ENOENT || lstat(path, &st) == 0) /* a dangling link switches off as well */
 		return false;
-	return memcmp(found, id, sizeof(id)) == 0;
+	return memcmp(current, recorded, sizeof(recorded)) == 0;
 }
 
-static bool same_boot(const char *boot)
+static bool is_current_boot(const char *boot)
 {
-	char now[64];
+	char current[64];
 
-	if (!read_all("/proc/sys/kernel/random/boot_id", now, sizeof(now)))
+	if (!read_root_file("/proc/sys/kernel/random/boot_id", current, sizeof(current)))
 		return false;
-	now[strcspn(now, "\n")] = '\0';
-	return strcmp(boot, now) == 0;
+	current[strcspn(current, "\n")] = '\0';
+	return strcmp(boot, current) == 0;
 }
 
 /* Whether that is the `enroot` which pyxis would start: it has our PATH. Empty: there is none. */
-static bool is_enroot(const char *program)
+static bool is_enroot_on_path(const char *program)
 {
 	static char path[PATH_MAX];
 	struct stat st;
@@ -88,70 +89,73 @@ static bool is_enroot(const char *program)
 }
 
 /* Whether the step has the variable with that value, or not at all where the line says none. */
-static bool has_variable(char **variables, const struct line *line)
+static bool matches_variable(char **environment, const struct protocol_line *line)
 {
-	const char *name = line->field[0], *found = NULL;
+	const char *name = line->fields[0], *value = NULL;
 	size_t length = strlen(name);
 
-	if (!variables)
+	if (!environment)
 		return false;
-	for (; *variables; variables++) /* of a name that comes twice the last counts */
-		if (strncmp(*variables, name, length) == 0 && (*variables)[length] == '=')
-			found = *variables + length + 1;
-	return line->count == 2 ? found && strcmp(found, line->field[1]) == 0 : !found;
+	for (; *environment; environment++) /* of a name that comes twice the last counts */
+		if (strncmp(*environment, name, length) == 0 && (*environment)[length] == '=')
+			value = *environment + length + 1;
+	return line->field_count == 2 ? value && strcmp(value, line->fields[1]) == 0 : !value;
 }
 
 /* Whether what a line says was decided by is still so; one that says nothing of the kind is. */
-static bool holds(const struct line *line, const struct asker *who)
+static bool is_still_valid(const struct protocol_line *line, const struct requester *requester)
 {
-	switch (line->word) {
-	case BOOT:
-		return same_boot(line->field[0]);
-	case OUR_FILE:
-		return unchanged(line);
-	case ENROOT:
-		return is_enroot(line->field[0]);
-	case VARIABLE:
-		return has_variable(who->variables, line);
+	switch (line->kind) {
+	case LINE_BOOT:
+		return is_current_boot(line->fields[0]);
+	case LINE_FILE:
+		return is_unchanged(line);
+	case LINE_ENROOT:
+		return is_enroot_on_path(line->fields[0]);
+	case LINE_VARIABLE:
+		return matches_variable(requester->environment, line);
 	default:
-		return line->word != ODD;
+		return line->kind != LINE_UNKNOWN;
 	}
 }
 
 /* The line of what this user asks for, if all that was decided before it still holds. */
-static bool find(char *text, const char *asked, const struct asker *who, struct note *note)
+static bool find_recorded_image(char *text, const char *path, const struct requester *requester,
+				struct recorded_image *image)
 {
-	struct line line;
-	char *one = strsep(&text, "\n");
+	struct protocol_line line;
+	char *line_text = strsep(&text, "\n");
 
-	if (strcmp(one, LANGUAGE) != 0)
+	if (strcmp(line_text, LANGUAGE) != 0)
 		return false;
-	while ((one = strsep(&text, "\n")) && text) { /* each ends with a newline */
-		const enum word word = understand(one, &line);
+	while ((line_text = strsep(&text, "\n")) && text) { /* each ends with a newline */
+		const enum line_kind kind = parse_line(line_text, &line);
 
-		if (!holds(&line, who) || (word == THEIR_FILE && note->count == MOST_THEIRS))
+		if (!is_still_valid(&line, requester) ||
+		    (kind == LINE_THEIRS && image->user_file_count == MAX_USER_FILES))
 			return false;
-		if (word == EVENT_LOG)
-			note->events = line.field[0];
-		if (word == ROOM)
-			note->room = line;
-		if (word == THEIR_FILE)
-			note->theirs[note->count++] = line;
-		if (word != IMAGE || strcmp(line.field[0], asked) != 0 || number(&line, 1) != who->uid)
+		if (kind == LINE_EVENTS)
+			image->event_log = line.fields[0];
+		if (kind == LINE_ROOM)
+			image->room = line;
+		if (kind == LINE_THEIRS)
+			image->user_files[image->user_file_count++] = line;
+		if (kind != LINE_IMAGE || strcmp(line.fields[0], path) != 0 ||
+		    read_number(&line, 1) != requester->uid)
 			continue;
-		note->event = line.field[2];
-		note->answer = line.field[3];
-		return note->events && note->room.word == ROOM;
+		image->event_json = line.fields[2];
+		image->answer = line.fields[3];
+		return image->event_log && image->room.kind == LINE_ROOM;
 	}
 	return false;
 }
 
-/* What the file server says of an open file now: open(2) need not ask it (system/files.read_fresh_stat). */
-static int latest(int fd, struct stat *st)
+/* Asks the file server, which open(2) need not do (system/files.read_fresh_stat). -1, and errno. */
+static int stat_from_server(int fd, struct stat *st)
 {
-	struct statx asked;
+	struct statx fresh;
 
-	return statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, &asked) < 0
+	return statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, &fresh) < 0
 		       ? -1
 		       : fstat(fd, st);
 }
@@ -160,32 +164,32 @@ static int latest(int fd, struct stat *st)
  * Whether the path leads this user to the file that was staged, and they may read it. Opened for
  * reading too, which is what says that they may.
  */
-static bool leads_there(const struct step *step)
+static bool is_staged_source(const struct step *step)
 {
 	char link[32], path[PATH_MAX];
 	unsigned long long found[4] = {0};
 	struct stat st;
-	bool same = false;
-	int fd = open_path(step), source = -1;
+	bool is_same = false;
+	int fd = open_image_path(step), source_fd = -1;
 
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
 	ssize_t length = fd < 0 ? -1 : readlink(link, path, sizeof(path) - 1);
 	if (length >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) {
 		path[length] = '\0';
-		source = open(link, O_RDONLY | O_NOCTTY | O_CLOEXEC);
-		if (source >= 0 && latest(source, &st) == 0)
-			identify(&st, found);
-		same = strcmp(path, step->path) == 0 &&
-		       memcmp(found, step->identity, sizeof(found)) == 0;
+		source_fd = open(link, O_RDONLY | O_NOCTTY | O_CLOEXEC);
+		if (source_fd >= 0 && stat_from_server(source_fd, &st) == 0)
+			identity_from_stat(&st, found);
+		is_same = strcmp(path, step->resolved_path) == 0 &&
+			  memcmp(found, step->identity, sizeof(found)) == 0;
 	}
-	if (source >= 0)
-		close(source);
+	if (source_fd >= 0)
+		close(source_fd);
 	if (fd >= 0)
 		close(fd);
-	return same;
+	return is_same;
 }
 
-static long long now_us(clockid_t clock)
+static long long read_clock_us(clockid_t clock)
 {
 	struct timespec now;
 
@@ -209,13 +213,13 @@ static void append_line(int fd, const char *line)
  * Only hooks make the file. Many steps may come before the next hook, so a full one gives its front
  * back here, too.
  */
-static void append_for_user(uid_t uid, const char *line)
+static void append_user_event(uid_t uid, const char *line)
 {
-	char name[sizeof(USERS USER_FILE_NAME) + 16];
+	char path[sizeof(USERS USER_FILE_NAME) + 16];
 	struct stat st;
 
-	snprintf(name, sizeof(name), USERS "/%u/" USER_FILE_NAME, uid);
-	int fd = open(name, O_RDWR | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+	snprintf(path, sizeof(path), USERS "/%u/" USER_FILE_NAME, uid);
+	int fd = open(path, O_RDWR | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 	if (fd < 0)
 		return;
 	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0) {
@@ -228,20 +232,21 @@ static void append_for_user(uid_t uid, const char *line)
 }
 
 /* As events/log.py writes it. */
-void append_event(const char *log, const struct event *event)
+void append_event(const char *log_path, const struct event *event)
 {
-	const long long now = now_us(CLOCK_REALTIME), total = event->total;
+	const long long now = read_clock_us(CLOCK_REALTIME), duration_us = event->duration_us;
 	static char line[EVENT_BYTES];
 	int length = snprintf(line, sizeof(line),
 			      "\n{\"time\":%lld.%03lld,\"total\":%lld.%04lld,\"step\":%u,%s\n",
-			      now / 1000000, now / 1000 % 1000, total / 1000000,
-			      total / 100 % 10000, event->number, event->rest);
+			      now / 1000000, now / 1000 % 1000, duration_us / 1000000,
+			      duration_us / 100 % 10000, event->step_id, event->json_rest);
 
 	if (length <= 0 || (size_t)length >= sizeof(line))
 		return;
-	append_for_user(event->uid, line); /* first where no disk hangs */
+	append_user_event(event->uid, line); /* first where no disk hangs */
 	/* No link is followed, and a FIFO without a reader is an error and no wait. */
-	int fd = open(log, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0640);
+	int fd = open(log_path, O_RDWR | O_APPEND | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
+		      0640);
 	if (fd < 0)
 		return;
 	append_line(fd, line);
@@ -249,16 +254,16 @@ void append_event(const char *log, const struct event *event)
 }
 
 /* Whether a step may unpack the entry on its disk, or a helper has to evict before. */
-static bool has_room(const struct step *step, const struct line *room)
+static bool has_room(const struct step *step, const struct protocol_line *room)
 {
-	const unsigned long long min_free = number(room, 0), ratio = number(room, 1);
+	const unsigned long long min_free = read_number(room, 0), ratio = read_number(room, 1);
 	unsigned long long free;
 	struct statvfs disk;
 	struct stat st;
 
-	if (step->through) /* its size is not known here, and its copy was made room for */
+	if (step->reads_through) /* its size is not known here, and its copy was made room for */
 		return true;
-	if (stat(step->entry, &st) || statvfs(step->entry, &disk))
+	if (stat(step->entry_path, &st) || statvfs(step->entry_path, &disk))
 		return false;
 	free = (unsigned long long)disk.f_bavail * disk.f_frsize;
 	return ratio == 0 ||
@@ -266,126 +271,130 @@ static bool has_room(const struct step *step, const struct line *room)
 }
 
 /* The entry, opened, or the keeper of the copy that is under way. */
-static bool is_there(const struct step *step, struct copy *copy)
+static bool is_copy_available(const struct step *step, struct open_copy *copy)
 {
 	struct stat st;
-	int keeper;
+	int keeper_fd;
 
-	if (!step->through)
-		return !open_entry(step, copy) && fstat(copy->image, &st) == 0 &&
-		       S_ISREG(st.st_mode) &&
-		       (unsigned long long)st.st_size == step->identity[1];
-	keeper = connect_keeper(step->entry);
-	if (keeper >= 0)
-		close(keeper);
-	return keeper >= 0;
+	if (!step->reads_through)
+		return !open_entry(step, copy) && fstat(copy->image_fd, &st) == 0 &&
+		       S_ISREG(st.st_mode) && (unsigned long long)st.st_size == step->identity[1];
+	keeper_fd = connect_keeper(step->entry_path);
+	if (keeper_fd >= 0)
+		close(keeper_fd);
+	return keeper_fd >= 0;
 }
 
 /* Waits until the Prolog that works in the background has noted what it found. */
-static void await_prolog(const char *mark)
+static void await_prolog(const char *mark_path)
 {
-	const long long until = now_us(CLOCK_MONOTONIC) + PROLOG_US;
-	int fd = open(mark, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+	const long long end_us = read_clock_us(CLOCK_MONOTONIC) + PROLOG_TIMEOUT_US;
+	int fd = open(mark_path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 
 	if (fd < 0)
 		return;
-	while (flock(fd, LOCK_SH | LOCK_NB) < 0 && now_us(CLOCK_MONOTONIC) < until)
-		wait_a_moment();
+	while (flock(fd, LOCK_SH | LOCK_NB) < 0 && read_clock_us(CLOCK_MONOTONIC) < end_us)
+		sleep_poll_interval();
 	close(fd);
 }
 
 /* Of this release, or of the one before: jobs outlive an upgrade. */
 static bool is_directory_format(const char *line)
 {
-	char known[64];
+	char expected[64];
 
 	for (int format = DIRECTORY_FORMAT; format > 0 && format >= DIRECTORY_FORMAT - 1; format--) {
-		snprintf(known, sizeof(known), "directory %d", format);
-		if (strcmp(line, known) == 0)
+		snprintf(expected, sizeof(expected), "directory %d", format);
+		if (strcmp(line, expected) == 0)
 			return true;
 	}
 	return false;
 }
 
 /*
- * The record says what a helper would (features/data/directory_record.py). It counts while staging
- is off, too:
- * the job has the directory already. That its device still shows its file the task sees (data_mounts.c).
+ * The record says what a helper would (features/data/directory_record.py). It counts while staging is
+ * off, too: the job has the directory already. The task checks that its device still shows its file
+ * (data_mounts.c).
  */
-void recall_directory(const struct asker *who, struct step *step)
+void answer_from_directory_record(const struct requester *requester, struct step *step)
 {
-	static char text[RECORD_BYTES], lines[RECORD_BYTES + sizeof(LANGUAGE) + 32];
-	char name[64], *rest = text, *one;
-	bool is_now = false, is_users = false;
-	struct line line;
+	static char text[RECORD_BYTES], answer[RECORD_BYTES + sizeof(LANGUAGE) + 32];
+	char path[64], *rest = text, *line_text;
+	bool is_same_boot = false, is_of_user = false;
+	struct protocol_line line;
 
 	(void)step;
-	snprintf(name, sizeof(name), LEASES "/%u" DIRECTORY_SUFFIX, who->job);
-	if (!read_all(name, text, sizeof(text)) || !is_directory_format(strsep(&rest, "\n")))
+	snprintf(path, sizeof(path), LEASES "/%u" DIRECTORY_SUFFIX, requester->job_id);
+	if (!read_root_file(path, text, sizeof(text)) || !is_directory_format(strsep(&rest, "\n")))
 		return;
-	size_t have = (size_t)snprintf(lines, sizeof(lines), LANGUAGE "\n");
-	while ((one = strsep(&rest, "\n")) && rest) { /* each ends with a newline */
-		size_t end = have + (size_t)snprintf(lines + have, sizeof(lines) - have, "%s\n", one);
+	size_t length = (size_t)snprintf(answer, sizeof(answer), LANGUAGE "\n");
+	while ((line_text = strsep(&rest, "\n")) && rest) { /* each ends with a newline */
+		size_t end = length + (size_t)snprintf(answer + length, sizeof(answer) - length,
+						       "%s\n", line_text);
 
-		switch (understand(one, &line)) {
-		case BOOT:
-			is_now = same_boot(line.field[0]);
+		switch (parse_line(line_text, &line)) {
+		case LINE_BOOT:
+			is_same_boot = is_current_boot(line.fields[0]);
 			break;
-		case OWNER: /* the number may be another job's by now */
-			is_users = number(&line, 0) == who->uid;
+		case LINE_OWNER: /* the number may be another job's by now */
+			is_of_user = read_number(&line, 0) == requester->uid;
 			break;
-		case DEVICE:
-		case SERVED:
-		case ENV:
-			have = end;
+		case LINE_DEVICE:
+		case LINE_SERVED:
+		case LINE_ENV:
+			length = end;
 			break;
 		default:
 			return;
 		}
 	}
-	if (!is_now || !is_users)
+	if (!is_same_boot || !is_of_user)
 		return;
-	have += (size_t)snprintf(lines + have, sizeof(lines) - have, "leave\tno-helper\n");
-	(void)!write(1, lines, have); /* who reads it has waited for too long otherwise */
+	length += (size_t)snprintf(answer + length, sizeof(answer) - length, "leave\tno-helper\n");
+	(void)!write(1, answer, length); /* who reads it has waited for too long otherwise */
 }
 
-void recall(const struct asker *who, struct step *step)
+void answer_from_record(const struct requester *requester, struct step *step)
 {
-	static char text[RECORD_BYTES], lines[RECORD_BYTES];
-	char name[64], asked[2 * PATH_MAX];
-	const long long start = now_us(CLOCK_MONOTONIC);
-	struct copy copy = {.folder = -1, .image = -1};
-	struct note note = {0};
-	struct line answer;
+	static char text[RECORD_BYTES], output[RECORD_BYTES];
+	char path[64], image_path[2 * PATH_MAX];
+	const long long start = read_clock_us(CLOCK_MONOTONIC);
+	struct open_copy copy = {.directory_fd = -1, .image_fd = -1};
+	struct recorded_image image = {0};
+	struct protocol_line answer;
 
-	snprintf(name, sizeof(name), LEASES "/%u" PROLOG_SUFFIX, who->job);
-	await_prolog(name);
+	snprintf(path, sizeof(path), LEASES "/%u" PROLOG_SUFFIX, requester->job_id);
+	await_prolog(path);
 	/* As os.path.join() has it in hooks/step.py. */
 	if (step->image[0] == '/')
-		snprintf(asked, sizeof(asked), "%s", step->image);
+		snprintf(image_path, sizeof(image_path), "%s", step->image);
 	else
-		snprintf(asked, sizeof(asked), "%s/%s", step->folder, step->image);
-	snprintf(name, sizeof(name), LEASES "/%u" SHOWN_SUFFIX, who->job);
-	if (!read_all(name, text, sizeof(text)) || !find(text, asked, who, &note))
+		snprintf(image_path, sizeof(image_path), "%s/%s", step->working_directory,
+			 step->image);
+	snprintf(path, sizeof(path), LEASES "/%u" SHOWN_SUFFIX, requester->job_id);
+	if (!read_root_file(path, text, sizeof(text)) ||
+	    !find_recorded_image(text, image_path, requester, &image))
 		return;
-	int length = snprintf(lines, sizeof(lines), LANGUAGE "\n%s\n", note.answer);
-	if (understand(note.answer, &answer) != USE && answer.word != THROUGH)
+	int length = snprintf(output, sizeof(output), LANGUAGE "\n%s\n", image.answer);
+	if (parse_line(image.answer, &answer) != LINE_USE && answer.kind != LINE_THROUGH)
 		return;
-	take_answer(&answer, step);
+	apply_answer(&answer, step);
 	/* First what is this node's: a file server that hangs may keep the rest. */
-	if (!is_there(step, &copy) || !has_room(step, &note.room) ||
-	    !act_as(who->uid, who->gid, who->count, who->groups))
+	if (!is_copy_available(step, &copy) || !has_room(step, &image.room) ||
+	    !set_effective_user(requester->uid, requester->gid, requester->group_count,
+				requester->groups))
 		return;
-	bool same = leads_there(step);
-	for (int i = 0; i < note.count; i++)
-		same = same && unchanged(&note.theirs[i]);
-	if (!act_as(0, 0, 0, NULL) || !same)
+	bool is_same = is_staged_source(step);
+	for (int i = 0; i < image.user_file_count; i++)
+		is_same = is_same && is_unchanged(&image.user_files[i]);
+	if (!set_effective_user(0, 0, 0, NULL) || !is_same)
 		return;
-	if (write(1, lines, (size_t)length) != length)
+	if (write(1, output, (size_t)length) != length)
 		return;
-	/* The lease keeps the entry, and the Epilog notes the use: the cache's disk may take no writes. */
-	append_event(note.events, &(struct event){.uid = who->uid,
-						  .number = who->number,
-						  .total = now_us(CLOCK_MONOTONIC) - start,
-						  .rest = note.event});
+	/* The cache's disk may take no writes: the lease keeps the entry, the Epilog notes the use. */
+	append_event(image.event_log,
+		     &(struct event){.uid = requester->uid,
+				     .step_id = requester->step_id,
+				     .duration_us = read_clock_us(CLOCK_MONOTONIC) - start,
+				     .json_rest = image.event_json});
 }

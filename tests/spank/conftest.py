@@ -41,15 +41,18 @@ from forestage.system.lock_ranges import TASK_TURNS  # noqa: E402
 Others = dict[str, dict[str, tuple[object, object]]]
 OTHERS: Others = {
     "helper.c": {
-        "LOOK_MS": (1000, 100),
-        "EXIT_MS": (5000, 500),
-        "KILLED_MS": (2000, 60000),
+        "SIGNAL_CHECK_MS": (1000, 100),
+        "EXIT_TIMEOUT_MS": (5000, 500),
+        "KILL_TIMEOUT_MS": (2000, 60000),
     },
-    "stage_options.c": {"CHECK_MS": (2000, 60000)},
-    "step_record.c": {"PROLOG_US": (1000000, 60000000)},
-    "read_through.c": {"ANSWER_SECONDS": (1, 2)},
-    "task_namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 120000)},
-    "plugin.h": {"MOST_DATA": ("40", " 6")},
+    "stage_options.c": {"CHECK_TIMEOUT_MS": (2000, 60000)},
+    "step_record.c": {"PROLOG_TIMEOUT_US": (1000000, 60000000)},
+    "read_through.c": {"KEEPER_TIMEOUT_S": (1, 2)},
+    "task_namespace.c": {
+        "MOUNT_TIMEOUT_MS": ("2000 ", "60000 "),
+        "QUEUE_TIMEOUT_MS": (30000, 120000),
+    },
+    "plugin.h": {"MAX_DATA_LINES": ("40", " 6")},
     "constants.h": {
         "JOB_DIR": ('"/forestage/job"', f'"{OWN}"'),
         "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
@@ -63,14 +66,17 @@ HASTY: Others = {
     **OTHERS,
     "task_namespace.c": {},
     "constants.h": {**OTHERS["constants.h"], "TASK_TURNS": (TASK_TURNS, 2)},
-    "stage_options.c": {"CHECK_MS": (2000, 300)},
+    "stage_options.c": {"CHECK_TIMEOUT_MS": (2000, 300)},
 }
 """For tests in which a mount or a program hangs, and somebody waits for that limit."""
 
 
 CROWDED: Others = {
     **OTHERS,
-    "task_namespace.c": {"LIMIT_MS": ("2000 ", "60000 "), "QUEUE_MS": (30000, 5000)},
+    "task_namespace.c": {
+        "MOUNT_TIMEOUT_MS": ("2000 ", "60000 "),
+        "QUEUE_TIMEOUT_MS": (30000, 5000),
+    },
 }
 """For tests in which a task waits for its turn to mount."""
 

@@ -21,13 +21,13 @@ PARSER = """
 int main(void)
 {
 	static char text[1 << 16];
-	struct line line;
+	struct protocol_line line;
 
 	while (fgets(text, sizeof(text), stdin)) {
 		text[strcspn(text, "\\n")] = '\\0';
-		printf("%d", understand(text, &line));
-		for (int i = 0; line.word != ODD && i < line.count; i++)
-			printf("\\t%s", line.field[i]);
+		printf("%d", parse_line(text, &line));
+		for (int i = 0; line.kind != LINE_UNKNOWN && i < line.field_count; i++)
+			printf("\\t%s", line.fields[i]);
 		putchar('\\n');
 	}
 	return 0;
@@ -58,7 +58,7 @@ GRAMMAR = {
     "variable": f"({TEXT})(?:\t({TEXT}))?",
     "image": f"({TEXT})\t(?P<n0>-?[0-9]+)\t({TEXT})\t({REST})",
 }
-"""As slurm/lines and cache/step_record have it, in another way than step_protocol.c; in its order."""
+"""As slurm/lines and cache/step_record have it, in other words than step_protocol.c; its order."""
 
 FIELDS = ("/a", "/", "/dev/loop9", "/x y/%d", "5", "-5", str(2**64), str(2**64 - 1), "0", "1", "7x")
 MORE = (
@@ -95,7 +95,7 @@ def parser(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def understood(line: str) -> list[str]:
-    """Its word's number (enum word) and its fields, by GRAMMAR; 0 for what is left out."""
+    """Its word's number (enum line_kind) and its fields, by GRAMMAR; 0 for what is left out."""
     name, tab, rest = line.partition("\t")
     found = re.fullmatch(GRAMMAR.get(name, "(?!)"), rest, re.DOTALL) if tab else None
     numbers = found.groupdict().values() if found else ()

@@ -2,8 +2,8 @@
 
 A step's helper answers by them, who imports an image sends them to the tasks that wait, a packet
 each (features/registry/waiting.py), and a record keeps them for further steps
-(cache/step_record.py). LANGUAGE is the first. A companion that knows another one leaves the step as it is. What else it does not
-understand it leaves out.
+(cache/step_record.py). LANGUAGE is the first. A companion that knows another one leaves the step as
+it is. What else it does not understand it leaves out.
 
     say     TEXT                            for the user, who sits at the terminal and waits
     env     NAME [VALUE]                    a variable of the step; without a value it has none of
