@@ -174,11 +174,11 @@ FEATURES = (
             "tests/features/peers/hooks/test_peer_service.py: look",
             (
                 "tests/features/peers/hooks/test_peer_service.py: "
-                "test_client_of_a_look_goes_on_after_restart_of_the_service"
+                "test_scan_client_reconnects_after_a_restart_of_the_peer_service"
             ),
             (
                 "tests/features/peers/hooks/test_peer_service.py: "
-                "test_service_notes_who_has_proven_itself_from_another_address"
+                "test_peer_service_records_a_proven_client_only_from_another_address"
             ),
             "tests/hooks/test_earlier_cache.py: Dirs",
             "tests/hooks/test_shares.py: test_no_room_to_unpack_is_made_for_a_file_that_is_mounted",

@@ -47,7 +47,7 @@ def expected(*lines: LineFields) -> list[str]:
     return [*head, *map("\t".join, lines)]
 
 
-def test_prolog_writes_the_directory_record_and_steps_do_not_rewrite_it(dirs: Dirs) -> None:
+def test_prolog_writes_the_directory_record_once_and_steps_keep_the_same_file(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
     facts = file_of(dirs).stat()

@@ -102,7 +102,7 @@ def test_job_directory_is_recreated_for_another_job_with_the_same_number(dirs: D
     assert made.is_as(msgspec.structs.replace(made, start=0))
 
 
-def test_steps_of_a_job_see_each_others_files_in_the_job_directory(dirs: Dirs) -> None:
+def test_steps_of_a_job_share_the_files_of_the_job_directory(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     with dirs.seen(7) as at:
         as_alice("echo first > file", at)
@@ -313,7 +313,7 @@ def test_prolog_sets_mode_0711_on_a_listable_parent_of_the_mount_point(dirs: Dir
 # --- requeue, cancel, crash
 
 
-def test_requeued_job_reuses_the_space_of_its_earlier_run_whose_epilog_failed(dirs: Dirs) -> None:
+def test_requeued_job_reuses_the_space_of_its_earlier_run_after_a_failed_epilog(dirs: Dirs) -> None:
     assert dirs.prolog(7, "stage-dir=300M") == []  # more than half of the disk
     assert [one.reason for one in dirs.prolog(8, "stage-dir=300M")] == ["no-room"]
     assert dirs.prolog(7, "stage-dir=300M", restart=1) == []

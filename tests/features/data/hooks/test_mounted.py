@@ -490,7 +490,7 @@ def test_squashfs_that_was_declined_is_mounted_from_its_shared_path(mounting: Mo
     assert (outcome.reason, outcome.redirect) == ("outside-sources", "none")
 
 
-def test_squashfs_whose_copy_is_under_way_is_mounted_through_its_keeper(
+def test_squashfs_is_mounted_through_its_keeper_while_its_copy_runs(
     mounting: Mounting,
 ) -> None:
     through = Through(mounting.node, mounting.path)
@@ -505,7 +505,7 @@ def test_squashfs_whose_copy_is_under_way_is_mounted_through_its_keeper(
     through.close()
 
 
-def test_private_squashfs_is_mounted_only_for_a_user_who_can_read_the_file(
+def test_private_squashfs_is_mounted_only_for_a_user_with_read_access(
     mounting: Mounting,
 ) -> None:
     mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)

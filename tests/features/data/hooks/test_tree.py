@@ -256,7 +256,7 @@ def test_other_user_with_read_access_to_the_whole_directory_shares_its_entry(spa
     assert staged(spank, 1, path).key == staged(spank, 2, path, BOB).key
 
 
-def test_user_who_cannot_read_a_file_of_the_directory_is_declined_its_entry(spank: Node) -> None:
+def test_directory_entry_is_declined_for_a_user_without_access_to_each_file(spank: Node) -> None:
     path = fill(spank)
     assert staged(spank, 1, path).state == "ready"
     found = staged(spank, 2, path, BOB)
@@ -608,7 +608,7 @@ def test_step_that_does_not_wait_for_a_directory_keeps_the_shared_path(
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
 
 
-def test_directory_of_a_job_whose_lease_is_gone_is_not_staged(
+def test_directory_of_a_job_without_a_lease_is_not_staged(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
@@ -716,7 +716,7 @@ class Looks:
         return found
 
 
-def test_concurrent_steps_share_one_scan_that_started_after_them(
+def test_concurrent_steps_share_one_scan_that_started_after_the_steps(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, asked = Looks(spank, monkeypatch), threading.Semaphore(0)

@@ -115,9 +115,7 @@ def test_scan_of_a_directory_with_slow_stats_uses_several_threads(
     assert paths(look(top, me)) == sorted({b"", *map(os.fsencode, names)})
 
 
-def test_directory_scan_records_symbolic_links_and_does_not_follow_them(
-    top: Path, me: User
-) -> None:
+def test_directory_scan_records_symbolic_links_without_following(top: Path, me: User) -> None:
     outside = top.parent / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"secret")

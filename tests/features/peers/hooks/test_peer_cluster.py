@@ -89,7 +89,7 @@ def note(peer: Peer | Node, key: str, **known: object) -> None:
 
 
 @pytest.mark.usefixtures("left_to_peers")
-def test_job_takes_the_image_from_a_node_of_another_job(
+def test_copy_fetches_all_chunks_from_a_node_of_another_job_with_reach_cluster(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n3"], node, path, data())
@@ -101,7 +101,7 @@ def test_job_takes_the_image_from_a_node_of_another_job(
     assert known.compared
 
 
-def test_job_reads_the_source_where_no_node_has_the_image(
+def test_copy_asks_three_nodes_of_other_jobs_and_reads_the_source_if_none_has_the_image(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     assert copied(node, path).from_peers == 0
@@ -109,7 +109,7 @@ def test_job_reads_the_source_where_no_node_has_the_image(
 
 
 @pytest.mark.ci
-def test_node_that_asked_before_is_named_to_the_next_one(
+def test_peer_service_names_earlier_requesters_of_a_key_to_the_next_node(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     """n4 asked for the image a while ago, and n1 asks nobody else who has it."""
@@ -126,7 +126,7 @@ def test_node_that_asked_before_is_named_to_the_next_one(
     assert (found.givers, found.readers, found.follows) == (("n4", "n1"), (), False)
 
 
-def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_to_them(
+def test_first_four_nodes_with_speculative_copies_share_the_reading_and_later_nodes_follow(
     node: Node, peers: dict[str, Peer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
@@ -155,7 +155,7 @@ def test_first_nodes_that_copy_ahead_share_the_reading_and_later_ones_leave_it_t
 @pytest.mark.ci
 @pytest.mark.parametrize("nodes", ["n1", "n[1-2]"])
 @pytest.mark.parametrize("off", ["reach: job", "peers off", "auto", "no list", "an old list"])
-def test_nobody_is_asked(
+def test_copy_asks_no_node_of_another_job_unless_reach_peers_and_node_list_allow(
     node: Node, peers: dict[str, Peer], path: Path, off: str, nodes: str
 ) -> None:
     """Of other jobs: n2 is of this one, where there are two nodes."""
@@ -179,7 +179,7 @@ def test_nobody_is_asked(
         assert not sessions(peer) or is_asked
 
 
-def test_node_whose_own_service_runs_asks_others_without_a_key_set(
+def test_copy_asks_nodes_of_other_jobs_if_enabled_is_auto_and_the_own_service_runs(
     node: Node, peers: dict[str, Peer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
@@ -190,7 +190,7 @@ def test_node_whose_own_service_runs_asks_others_without_a_key_set(
     until(lambda: all(sessions(peer) == 1 for peer in peers.values()), "three nodes to be asked")
 
 
-def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
+def test_peer_service_with_reach_job_gives_other_jobs_no_chunks_and_no_names(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n2"], node, path, data())
@@ -208,7 +208,7 @@ def test_node_of_a_site_without_reach_tells_other_jobs_nothing(
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
 
 
-def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
+def test_switched_off_node_is_not_listed_as_giver_for_other_jobs(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n2"], node, path, data())
@@ -221,7 +221,7 @@ def test_node_that_is_switched_off_is_no_giver_for_other_jobs(
 
 
 @pytest.mark.usefixtures("read_late")
-def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(
+def test_copy_takes_no_wrong_chunk_from_a_node_of_another_job(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n2"], node, path, bytes(255 - byte for byte in data()))
@@ -235,7 +235,7 @@ def test_wrong_bytes_of_another_jobs_node_cost_a_read_of_the_source(
 
 @pytest.mark.usefixtures("left_to_peers")
 @pytest.mark.parametrize(("compared", "given"), [(False, PIECES // 2), (True, PIECES)])
-def test_what_came_from_another_job_goes_to_no_third_before_it_was_compared(
+def test_chunks_from_another_job_are_given_to_a_third_job_only_after_comparison(
     node: Node, peers: dict[str, Peer], path: Path, compared: bool, given: int
 ) -> None:
     give(peers["n2"], node, path, data())
@@ -246,7 +246,7 @@ def test_what_came_from_another_job_goes_to_no_third_before_it_was_compared(
 
 
 @pytest.mark.usefixtures("left_to_peers")
-def test_nodes_of_the_job_itself_are_given_all(
+def test_uncompared_chunks_are_given_to_nodes_of_the_same_job(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     give(peers["n2"], node, path, data())
@@ -274,7 +274,7 @@ def noticed(peer: Peer, key: str) -> frozenset[str]:
 
 
 @pytest.mark.usefixtures("read_late")
-def test_notice_of_wrong_bytes_follows_the_chunks(
+def test_notice_of_wrong_bytes_is_forwarded_to_the_nodes_that_took_the_readers_chunks(
     node: Node, peers: dict[str, Peer], path: Path
 ) -> None:
     """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
@@ -291,7 +291,7 @@ def test_notice_of_wrong_bytes_follows_the_chunks(
 
 
 @pytest.mark.parametrize(("reader", "goes"), [("n4", True), ("n1", False)])
-def test_sweep_evicts_what_another_node_has_found_wrong(
+def test_sweep_evicts_an_entry_with_a_notice_of_wrong_bytes_by_its_reader(
     node: Node, path: Path, reader: str, goes: bool
 ) -> None:
     key = node.identity(path).key

@@ -53,7 +53,7 @@ MakeFake = Callable[..., FakeService]
 ClientOf = Callable[[int | str], Client]
 
 
-def test_right_response_is_accepted(fake: MakeFake, client_of: ClientOf) -> None:
+def test_client_accepts_a_correct_chunk_response(fake: MakeFake, client_of: ClientOf) -> None:
     """The one that all the lies below differ from."""
     server = fake()
     client = client_of(server.port)
@@ -62,7 +62,7 @@ def test_right_response_is_accepted(fake: MakeFake, client_of: ClientOf) -> None
     assert len(server.requests) == 3, "of one session, on one connection"
 
 
-def test_threads_starting_together_open_one_session(fake: MakeFake, client_of: ClientOf) -> None:
+def test_concurrent_client_threads_open_one_session(fake: MakeFake, client_of: ClientOf) -> None:
     server = fake()
     client = client_of(server.port)
     threads = [
@@ -79,7 +79,9 @@ def test_threads_starting_together_open_one_session(fake: MakeFake, client_of: C
 # --- who lies
 
 
-def test_server_without_key_file_is_wrong(fake: MakeFake, client_of: ClientOf) -> None:
+def test_server_with_another_key_is_rejected_as_wrong_before_any_chunk_request(
+    fake: MakeFake, client_of: ClientOf
+) -> None:
     """Without the key file it does not know the secret, and cannot make a MAC with it."""
     server = fake(shared=b"x" * 64)
     assert why(client_of(server.port)) == "wrong"
@@ -110,7 +112,9 @@ LIES: dict[str, Callable[[socket.socket, Reply], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lying_response_is_wrong(fake: MakeFake, client_of: ClientOf, lie: str) -> None:
+def test_falsified_chunk_response_is_rejected_as_wrong(
+    fake: MakeFake, client_of: ClientOf, lie: str
+) -> None:
     assert why(client_of(fake(LIES[lie]).port)) == "wrong"
 
 
@@ -136,14 +140,16 @@ ODD: dict[str, Callable[[socket.socket, Reply], None]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_response_is_refused(fake: MakeFake, client_of: ClientOf, odd: str) -> None:
+def test_malformed_chunk_response_is_treated_as_refused(
+    fake: MakeFake, client_of: ClientOf, odd: str
+) -> None:
     server = fake(ODD[odd])
     assert why(client_of(server.port)) == "refused"
     assert len(server.requests) < 9, "it is not asked for ever"
 
 
 @pytest.mark.parametrize(("status", "has", "reported"), [(404, "a@n1", [10, 10]), (503, "", [])])
-def test_absent_response_reports_what_the_peer_has_if_any(
+def test_absent_chunk_response_reports_the_peers_chunk_set(
     fake: MakeFake, client_of: ClientOf, status: int, has: str, reported: list[int]
 ) -> None:
     server = fake(lambda line, reply: line.sendall(reply.head(status, has, told="", length=0)))
@@ -179,7 +185,7 @@ def dribble_head(line: socket.socket, reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("how", [hang, stall])
-def test_hanging_peer_is_silent(
+def test_peer_that_stops_sending_is_treated_as_silent(
     fake: MakeFake,
     client_of: ClientOf,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,13 +196,13 @@ def test_hanging_peer_is_silent(
 
 
 @pytest.mark.parametrize("how", [dribble, dribble_head])
-def test_dribbling_peer_is_slow(
+def test_peer_that_sends_single_bytes_is_treated_as_slow(
     fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Reply], None]
 ) -> None:
     assert why(client_of(fake(how).port), give_up=1.0) == "slow"
 
 
-def test_requested_wait_is_no_silence(
+def test_chunk_sent_within_the_requested_wait_is_accepted_beyond_the_stall_limit(
     fake: MakeFake, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL", 0.2)
@@ -211,12 +217,16 @@ def test_requested_wait_is_no_silence(
     assert client_of(fake(late).port).fetch(0, wait=HANGS) == DATA
 
 
-def test_session_never_opened_is_refused(client_of: ClientOf, impatient: None) -> None:
+def test_peer_that_never_accepts_the_session_is_silent_or_refused(
+    client_of: ClientOf, impatient: None
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody reads
         assert why(client_of(server.getsockname()[1])) in ("silent", "refused")
 
 
-def test_transfer_is_stopped_when_chunk_came_otherwise(fake: MakeFake, client_of: ClientOf) -> None:
+def test_chunk_transfer_stops_as_slow_once_the_chunk_came_another_way(
+    fake: MakeFake, client_of: ClientOf
+) -> None:
     client = client_of(fake(stall).port)
     pieces: list[int] = []
     with pytest.raises(PeerRequestError) as caught:
@@ -249,19 +259,19 @@ class Soon:
 
 
 @pytest.mark.parametrize("how", [hang, stall])
-def test_response_not_coming_is_stopped(
+def test_wait_for_a_chunk_response_stops_once_the_chunk_came_another_way(
     fake: MakeFake, client_of: ClientOf, how: Callable[[socket.socket, Reply], None]
 ) -> None:
     """Long before it would be called silent."""
     assert Soon(client_of(fake(how).port)).why() == "slow"
 
 
-def test_handshake_not_ending_is_stopped(client_of: ClientOf) -> None:
+def test_wait_for_a_handshake_stops_once_the_chunk_came_another_way(client_of: ClientOf) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert Soon(client_of(server.getsockname()[1])).why() == "slow"
 
 
-def test_connection_not_made_is_stopped(client_of: ClientOf) -> None:
+def test_wait_for_a_connection_stops_once_the_chunk_came_another_way(client_of: ClientOf) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):  # then the kernel drops who comes
@@ -286,19 +296,21 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     test_ended.set()
 
 
-def test_name_not_resolved_is_stopped(client_of: ClientOf, no_answer: threading.Event) -> None:
+def test_wait_for_name_resolution_stops_once_the_chunk_came_another_way(
+    client_of: ClientOf, no_answer: threading.Event
+) -> None:
     assert Soon(client_of("n1.example:7717")).why() == "slow"
     assert not no_answer.is_set()
 
 
-def test_name_not_resolved_is_refused(
+def test_peer_name_that_is_not_resolved_in_time_is_refused(
     client_of: ClientOf, no_answer: threading.Event, impatient: None
 ) -> None:
     assert why(client_of("n1.example:7717")) == "refused"
     assert not no_answer.is_set()
 
 
-def test_waiting_for_handshake_of_other_thread_is_stopped(
+def test_wait_for_another_threads_handshake_stops_once_the_chunk_came_another_way(
     fake: MakeFake, client_of: ClientOf
 ) -> None:
     client = client_of(fake().port)
@@ -319,7 +331,7 @@ def test_unreachable_peer_is_refused(client_of: ClientOf, impatient: None, where
     assert why(client_of(where)) == "refused"
 
 
-def test_failure_of_one_thread_is_not_repeated_by_all(
+def test_failed_connection_to_a_peer_is_not_retried_by_other_threads_at_once(
     client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would wait for the time-out of a connection, one after the other."""
@@ -334,7 +346,9 @@ def test_failure_of_one_thread_is_not_repeated_by_all(
             server.accept()
 
 
-def test_closed_connection_is_made_again(fake: MakeFake, client_of: ClientOf) -> None:
+def test_client_reconnects_after_the_peer_closed_the_connection(
+    fake: MakeFake, client_of: ClientOf
+) -> None:
     def once(line: socket.socket, reply: Reply) -> None:
         send_first_chunk(line, reply)
         line.shutdown(socket.SHUT_WR)
@@ -347,7 +361,9 @@ def test_closed_connection_is_made_again(fake: MakeFake, client_of: ClientOf) ->
 # --- what is ours
 
 
-def test_full_local_disk_is_no_fault_of_the_peer(fake: MakeFake, client_of: ClientOf) -> None:
+def test_write_error_on_the_local_disk_leaves_the_peer_usable(
+    fake: MakeFake, client_of: ClientOf
+) -> None:
     client = client_of(fake().port)
 
     def full(at: int, piece: memoryview) -> None:
@@ -358,7 +374,7 @@ def test_full_local_disk_is_no_fault_of_the_peer(fake: MakeFake, client_of: Clie
     assert client.fetch(0) == DATA, "what was left of the answer is not taken for the next one"
 
 
-def test_wrong_bytes_on_disk_of_peer_are_wrong(tmp_path: Path) -> None:
+def test_chunk_corrupted_on_the_peers_disk_is_rejected_as_wrong(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1")
     key = node.publish()
     with node.cache.image(key).open("r+b") as file:
@@ -370,7 +386,7 @@ def test_wrong_bytes_on_disk_of_peer_are_wrong(tmp_path: Path) -> None:
         assert client.fetch(0) == DATA
 
 
-def test_lease_on_a_copy_holds_up_no_peer(node: Hooks) -> None:
+def test_file_lease_on_an_entry_makes_its_chunk_absent_without_waiting(node: Hooks) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key

@@ -66,11 +66,11 @@ def payload(protocol: str = auth.PROTOCOL, secret: str = "ab" * 32) -> str:
     return f'{{"protocol":"{protocol}","key":"{image().key}","secret":"{secret}"}}'
 
 
-def test_munge_of_root_gets_the_chunk(node: Node) -> None:
+def test_client_with_a_munge_credential_of_root_gets_the_chunk(node: Node) -> None:
     assert Client(node, image().key).fetch(3) == of_chunk(3)
 
 
-def test_credential_of_other_user_is_refused(
+def test_munge_credential_of_another_user_is_refused(
     munged: Munged, stranger: Stranger, node: Node
 ) -> None:
     said = encode(munged, payload().encode(), "--restrict-uid=0", uid=65534)
@@ -79,7 +79,7 @@ def test_credential_of_other_user_is_refused(
     assert stranger.ask("/v1/session", "POST", said)[0] == 200, "the same made by root is not"
 
 
-def test_secret_in_credential_is_unreadable_for_other_users(
+def test_munge_credential_cannot_be_decoded_by_other_users(
     munged: Munged, mine: MungeAuthenticator
 ) -> None:
     text = mine.offer(image().key).text
@@ -95,13 +95,15 @@ def test_secret_in_credential_is_unreadable_for_other_users(
     assert (ran.returncode, b"secret" in ran.stdout) == (18, False)
 
 
-def test_credential_used_again_is_refused(stranger: Stranger, mine: MungeAuthenticator) -> None:
+def test_munge_credential_used_a_second_time_is_refused(
+    stranger: Stranger, mine: MungeAuthenticator
+) -> None:
     said = mine.offer(image().key).text.encode()
     assert stranger.ask("/v1/session", "POST", said)[0] == 200
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
 
 
-def test_expired_credential_is_refused(munged: Munged, stranger: Stranger) -> None:
+def test_expired_munge_credential_is_refused(munged: Munged, stranger: Stranger) -> None:
     said = encode(munged, payload().encode(), "--ttl=1")
     time.sleep(2.1)
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
@@ -117,14 +119,14 @@ OTHER_KINDS = (
 
 
 @pytest.mark.parametrize("carried", OTHER_KINDS)
-def test_credential_of_other_kind_is_refused(
+def test_munge_credential_with_another_payload_is_refused(
     munged: Munged, stranger: Stranger, carried: str
 ) -> None:
     said = encode(munged, carried.encode())
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
 
 
-def test_secret_is_in_no_command_line(
+def test_munge_command_lines_contain_no_secret(
     mine: MungeAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -141,7 +143,7 @@ def test_secret_is_in_no_command_line(
     assert not [word for word in seen if offer.secret.hex() in word or offer.text in word]
 
 
-def test_stopped_munged_of_server_is_refused_and_logged(tmp_path: Path) -> None:
+def test_server_refuses_new_sessions_and_logs_why_after_its_munged_stopped(tmp_path: Path) -> None:
     """A munged of its own for each side, with the same key: only the server's ends."""
     ours, theirs = Munged(tmp_path / "a"), Munged(tmp_path / "b", like=tmp_path / "a")
     node = Node(tmp_path / "n1")
@@ -161,11 +163,13 @@ def test_stopped_munged_of_server_is_refused_and_logged(tmp_path: Path) -> None:
     assert said.endswith("(is munged running?)\n")
 
 
-def test_client_without_munged_is_refused(node: Node, tmp_path: Path) -> None:
+def test_client_without_a_munged_reports_refused(node: Node, tmp_path: Path) -> None:
     assert Client(node, image().key, munge=str(tmp_path / "none")).why(0) == "refused"
 
 
-def test_hanging_munged_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_munged_raises_a_peer_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(auth, "PATIENCE", 0.3)
     munged = Munged(tmp_path / "a")
     os.kill(munged.process.pid, signal.SIGSTOP)

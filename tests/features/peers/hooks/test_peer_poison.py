@@ -35,7 +35,7 @@ def peer(node: Node, tmp_path: Path) -> Iterator[Peer]:
 
 
 @pytest.mark.usefixtures("read_late")
-def test_job_reads_the_sources_bytes_whatever_a_peer_has(
+def test_copy_has_the_sources_bytes_if_a_peer_has_other_bytes_under_the_key(
     node: Node, peer: Peer, path: Path
 ) -> None:
     give(peer, node, path, bytes(255 - byte for byte in data()))
@@ -55,13 +55,15 @@ def of_step(node: Node, path: Path) -> dict[str, str]:
     }
 
 
-def test_step_asks_no_host_that_only_its_user_names(node: Node, peer: Peer, path: Path) -> None:
+def test_step_asks_no_peer_that_only_the_users_environment_names(
+    node: Node, peer: Peer, path: Path
+) -> None:
     give(peer, node, path, data())
     assert run(node, of_step(node, path)).from_peers == 0
 
 
 @pytest.mark.usefixtures("read_late")
-def test_step_asks_the_nodes_that_slurm_named_to_the_prolog(
+def test_step_asks_the_peers_that_slurm_named_to_the_prolog(
     node: Node, peer: Peer, path: Path
 ) -> None:
     give(peer, node, path, data())

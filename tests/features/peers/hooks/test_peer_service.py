@@ -89,7 +89,9 @@ def copying(node: Node) -> Iterator[Part]:
 # --- what it gives
 
 
-def test_chunks_of_entry_are_right_to_the_last_byte(node: Node, key: str) -> None:
+def test_peer_service_gives_each_chunk_of_an_entry_with_its_exact_bytes(
+    node: Node, key: str
+) -> None:
     client = Client(node, key)
     assert [client.fetch(number) for number in range(COUNT)] == [
         of_chunk(number) for number in range(COUNT)
@@ -97,7 +99,7 @@ def test_chunks_of_entry_are_right_to_the_last_byte(node: Node, key: str) -> Non
     assert client.has == [(1 << COUNT) - 1] * COUNT
 
 
-def test_node_that_is_switched_off_gives_nothing_until_it_is_on(node: Node, key: str) -> None:
+def test_peer_service_gives_no_chunk_while_the_node_is_switched_off(node: Node, key: str) -> None:
     """Its bytes may be why: off serves no job of another node either."""
     client = Client(node, key)
     assert client.fetch(0) == of_chunk(0)
@@ -110,7 +112,7 @@ def test_node_that_is_switched_off_gives_nothing_until_it_is_on(node: Node, key:
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_chunk_arriving_during_the_wait_is_given(
+def test_peer_service_gives_a_chunk_that_arrives_during_the_wait(
     node: Node, copying: Part, published: bool
 ) -> None:
     client = Client(node, image(2).key)
@@ -132,7 +134,7 @@ def test_chunk_arriving_during_the_wait_is_given(
 
 
 @pytest.mark.parametrize(("wait", "wanted"), [(0.1, [1]), (0.0, [])])
-def test_copy_is_told_of_a_chunk_that_another_node_waits_for(
+def test_chunk_requested_with_a_wait_is_marked_as_wanted_in_the_running_copy(
     node: Node, copying: Part, wait: float, wanted: list[int]
 ) -> None:
     key = image(2).key
@@ -142,13 +144,13 @@ def test_copy_is_told_of_a_chunk_that_another_node_waits_for(
     assert memory.wanted() == wanted
 
 
-def test_chunk_not_arriving_is_absent_after_the_wait(node: Node, copying: Part) -> None:
+def test_chunk_that_does_not_arrive_is_absent_after_the_wait(node: Node, copying: Part) -> None:
     node.bring(copying, 0, seed=2)
     client = Client(node, image(2).key)
     assert (client.why(1, wait=0.1), client.has) == ("absent", [1])
 
 
-def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None:
+def test_peer_service_reports_its_copys_failed_source_to_clients(node: Node, copying: Part) -> None:
     """Else each of the others waits for what it should read, and would read it."""
     node.bring(copying, 0, seed=2)
     client = Client(node, image(2).key)
@@ -159,7 +161,7 @@ def test_failed_source_is_reported_to_clients(node: Node, copying: Part) -> None
     assert (client.has, client.source_failed) == ([1, 1], True)
 
 
-def test_killed_stager_is_reported_to_clients(node: Node) -> None:
+def test_peer_service_reports_a_killed_stager_as_a_failed_source(node: Node) -> None:
     """Else the others ask it for what it should read, again and again, and nobody reads it."""
     with stager(node, seed=3) as pid:
         part = node.part(seed=3, pid=pid)
@@ -171,7 +173,7 @@ def test_killed_stager_is_reported_to_clients(node: Node) -> None:
     assert (client.has, client.source_failed) == ([1, 1], True)
 
 
-def test_chunk_of_dead_copy_is_given(node: Node, known: Stranger) -> None:
+def test_peer_service_gives_a_complete_chunk_of_a_dead_copy(node: Node, known: Stranger) -> None:
     part = node.part(seed=3, pid=0)
     known.log_in(SHARED, image(3).key)
     assert known.chunk(image(3).key, 0) == 404
@@ -179,7 +181,7 @@ def test_chunk_of_dead_copy_is_given(node: Node, known: Stranger) -> None:
     assert known.chunk(image(3).key, 0, wait="5") == 206
 
 
-def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
+def test_chunk_upload_completes_if_the_entry_is_evicted_meanwhile(node: Node) -> None:
     """The first piece has come; the rest, still to be sent, is no longer under any name."""
     key = node.publish(seed=7)
     client = Client(node, key)
@@ -196,7 +198,7 @@ def test_entry_evicted_during_upload_is_sent_to_its_end(node: Node) -> None:
     assert client.why(1) == "absent"
 
 
-def test_set_of_most_chunks_that_are_asked_of_peers_fits_its_header(node: Node) -> None:
+def test_largest_chunk_set_that_peers_share_fits_the_response_header(node: Node) -> None:
     key = node.publish(seed=9)
     file = node.cache.entry_dir(key) / "map"
     digests = file.read_bytes()[: COUNT * ENTRY_BYTES]
@@ -235,18 +237,20 @@ def test_set_of_most_chunks_that_are_asked_of_peers_fits_its_header(node: Node) 
         "http://127.0.0.1/v1/chunk/{key}/0",
     ],
 )
-def test_path_other_than_key_and_number_is_refused(known: Stranger, key: str, path: str) -> None:
+def test_chunk_request_with_a_malformed_path_is_refused(
+    known: Stranger, key: str, path: str
+) -> None:
     asked = path.format(key=key, upper=key.upper().replace("0", "A"))
     assert known.chunk(key, 0, path=asked) in (400, 404)
     assert known.chunk(key, 0) == 206
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PROPFIND"])
-def test_other_methods_are_not_found(node: Node, key: str, method: str) -> None:
+def test_chunk_request_with_another_http_method_gets_404(node: Node, key: str, method: str) -> None:
     assert Stranger(node.port).ask(f"/v1/chunk/{key}/0", method)[0] == 404
 
 
-def test_request_without_session_is_unauthorized_whether_the_key_is_known_or_not(
+def test_chunk_request_without_a_session_gets_401_for_known_and_unknown_keys(
     node: Node, key: str
 ) -> None:
     assert Stranger(node.port).ask(f"/v1/chunk/{key}/0", Range="bytes=0-1048575")[0] == 401
@@ -255,7 +259,7 @@ def test_request_without_session_is_unauthorized_whether_the_key_is_known_or_not
 
 
 @pytest.mark.parametrize("guess", [b"", b"guessed"])
-def test_recorded_session_without_its_secret_is_refused(
+def test_chunk_request_with_a_session_number_but_a_wrong_secret_gets_403(
     node: Node, known: Stranger, key: str, guess: bytes
 ) -> None:
     thief = Stranger(node.port)
@@ -263,31 +267,33 @@ def test_recorded_session_without_its_secret_is_refused(
     assert thief.chunk(key, 0) == 403
 
 
-def test_recorded_request_is_refused(known: Stranger, key: str) -> None:
+def test_replayed_chunk_request_gets_403(known: Stranger, key: str) -> None:
     assert known.chunk(key, 0, counter=7) == 206
     assert known.chunk(key, 0, counter=7) == 403
     assert known.chunk(key, 0, counter=6) == 206, "threads do not ask in order"
 
 
 @pytest.mark.parametrize("counter", ["", "-1", "x", "1.0", "9" * 19, "١"])
-def test_invalid_request_number_is_unauthorized(known: Stranger, key: str, counter: str) -> None:
+def test_chunk_request_with_an_invalid_counter_gets_401(
+    known: Stranger, key: str, counter: str
+) -> None:
     said = counter.encode().decode("latin-1")
     path = f"/v1/chunk/{key}/0"
     assert known.ask(path, Forestage_Session=known.session, Forestage_Counter=said)[0] == 401
 
 
-def test_session_for_other_key_is_refused(node: Node, known: Stranger) -> None:
+def test_session_of_one_key_gets_403_for_another_key(node: Node, known: Stranger) -> None:
     other = node.publish(seed=8)
     assert known.chunk(other, 0) == 403
 
 
-def test_unknown_key_is_not_found(known: Stranger) -> None:
+def test_chunk_request_for_an_unknown_key_gets_404(known: Stranger) -> None:
     known.log_in(SHARED, OTHER_KEY)
     assert known.chunk(OTHER_KEY, 0) == 404
 
 
 @pytest.mark.parametrize("number", [COUNT, 999999999])
-def test_number_out_of_range_is_refused(known: Stranger, key: str, number: int) -> None:
+def test_chunk_number_out_of_range_gets_416(known: Stranger, key: str, number: int) -> None:
     assert known.chunk(key, number) == 416
 
 
@@ -306,11 +312,15 @@ def test_number_out_of_range_is_refused(known: Stranger, key: str, number: int) 
         f"chars=0-{CHUNK - 1}",
     ],
 )
-def test_range_other_than_the_chunk_is_refused(known: Stranger, key: str, within: str) -> None:
+def test_chunk_request_with_a_range_other_than_the_chunk_gets_416(
+    known: Stranger, key: str, within: str
+) -> None:
     assert known.chunk(key, 0, within=within) == 416
 
 
-def test_other_chunk_size_is_refused_before_the_wait(copying: Part, known: Stranger) -> None:
+def test_chunk_request_with_another_chunk_size_gets_416_before_the_wait(
+    copying: Part, known: Stranger
+) -> None:
     known.log_in(SHARED, image(2).key)
     assert known.chunk(image(2).key, 0, within="bytes=0-16777215", wait="5") == 416
 
@@ -333,7 +343,7 @@ def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> PeerNodeClient:
     return ask_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
 
 
-def test_look_is_given_with_all_that_belongs_to_it(node: Node, look: Path) -> None:
+def test_peer_service_gives_a_published_scan_and_its_file_list(node: Node, look: Path) -> None:
     asked = first(node)
     assert (asked.ask(), asked.ask(".files"), asked.ask()) == (b"found", b"files", b"found")
     (look / OTHER_KEY).unlink()
@@ -352,11 +362,11 @@ def test_look_is_given_with_all_that_belongs_to_it(node: Node, look: Path) -> No
         "/v1/look/7/../../format",
     ],
 )
-def test_path_other_than_that_of_a_look_is_not_found(node: Node, look: Path, path: str) -> None:
+def test_scan_request_with_a_malformed_path_gets_404(node: Node, look: Path, path: str) -> None:
     assert logged_in(node, OTHER_KEY).chunk(OTHER_KEY, 0, path=path, within="") == 404
 
 
-def test_look_is_given_to_who_may_ask_for_it_alone(node: Node, look: Path, key: str) -> None:
+def test_scan_is_given_only_to_a_session_of_its_own_name(node: Node, look: Path, key: str) -> None:
     path = f"/v1/look/7/{OTHER_KEY}"
     assert Stranger(node.port).chunk(OTHER_KEY, 0, path=path, within="") == 401
     assert logged_in(node, key).chunk(OTHER_KEY, 0, path=path, within="") == 403
@@ -366,7 +376,7 @@ def test_look_is_given_to_who_may_ask_for_it_alone(node: Node, look: Path, key: 
     assert known.chunk(OTHER_KEY, 0, path=path, within="") == 403
 
 
-def test_link_in_place_of_a_look_is_not_followed(node: Node, look: Path) -> None:
+def test_link_in_place_of_a_published_scan_is_not_followed(node: Node, look: Path) -> None:
     (look / OTHER_KEY).unlink()
     (look / OTHER_KEY).symlink_to("/etc/passwd")
     with pytest.raises(PeerError):
@@ -374,7 +384,7 @@ def test_link_in_place_of_a_look_is_not_followed(node: Node, look: Path) -> None
 
 
 @pytest.mark.parametrize("lie", ["bytes", "mac", "none"])
-def test_look_that_was_changed_on_its_way_is_refused(
+def test_scan_response_changed_in_transit_is_rejected(
     node: Node, look: Path, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
     real = http.client.HTTPResponse.read
@@ -395,7 +405,7 @@ def test_look_that_was_changed_on_its_way_is_refused(
         first(node).ask()
 
 
-def test_look_of_any_size_is_not_taken(
+def test_scan_response_over_the_size_limit_is_rejected(
     node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asked_node, "MOST", 4)
@@ -403,7 +413,7 @@ def test_look_of_any_size_is_not_taken(
         first(node).ask()
 
 
-def test_client_of_a_look_goes_on_after_restart_of_the_service(own: Node) -> None:
+def test_scan_client_reconnects_after_a_restart_of_the_peer_service(own: Node) -> None:
     (own.cache.looks / "7").mkdir(parents=True)
     (own.cache.looks / "7" / OTHER_KEY).write_bytes(b"found")
     asked = first(own)
@@ -418,11 +428,11 @@ def test_client_of_a_look_goes_on_after_restart_of_the_service(own: Node) -> Non
 @pytest.mark.parametrize(
     "text", ["", "{}", "MUNGE:AwQDAAA:", "\0", '{"protocol":"forestage-1"}', "[" * 4000, "é" * 9]
 )
-def test_invalid_credential_opens_nothing(node: Node, text: str) -> None:
+def test_invalid_credential_opens_no_session(node: Node, text: str) -> None:
     assert Stranger(node.port).ask("/v1/session", "POST", text.encode())[0] in (403, 413)
 
 
-def test_credential_of_other_key_file_opens_nothing(node: Node, key: str) -> None:
+def test_credential_of_another_key_file_opens_no_session(node: Node, key: str) -> None:
     assert Stranger(node.port).log_in(KeyFileAuthenticator(b"x" * 64), key) == 403
 
 
@@ -431,7 +441,7 @@ def test_credential_opens_one_session_only(node: Node, key: str) -> None:
     assert [Stranger(node.port).send_credential(offer) for _ in range(2)] == [200, 403]
 
 
-def test_recorded_credential_on_another_node_opens_a_session_of_no_use(
+def test_replayed_credential_on_another_node_opens_a_session_that_gets_no_chunk(
     own: Node, known: Stranger, key: str
 ) -> None:
     """Neither a request of one's own nor one that was recorded has a right MAC there."""
@@ -450,7 +460,9 @@ def test_recorded_credential_on_another_node_opens_a_session_of_no_use(
 # --- what it bears
 
 
-def test_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
+def test_request_with_huge_headers_path_or_body_is_refused(
+    node: Node, known: Stranger, key: str
+) -> None:
     for headers in ({"X": "y" * 100_000}, {f"X{n}": "y" for n in range(1000)}):
         assert Stranger(node.port).ask("/v1/session", **headers)[0] == 400
     assert Stranger(node.port).ask("/v1/session", "POST", b"x" * 100_000)[0] == 413
@@ -458,7 +470,9 @@ def test_huge_request_is_refused(node: Node, known: Stranger, key: str) -> None:
     assert known.chunk(key, 0) == 206
 
 
-def test_endless_body_holds_no_memory(node: Node, known: Stranger, key: str) -> None:
+def test_endless_request_bodies_do_not_grow_the_peer_services_memory(
+    node: Node, known: Stranger, key: str
+) -> None:
     """The service is still there for others, and has hardly grown."""
     assert node.process is not None
     before = resident(node.process.pid)
@@ -481,7 +495,9 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_silent_connections_do_not_keep_clients_out(node: Node, known: Stranger, key: str) -> None:
+def test_silent_connections_beyond_the_limit_are_closed_and_known_clients_served(
+    node: Node, known: Stranger, key: str
+) -> None:
     """More of them than there is room for: the oldest are cut off, those who are known are not."""
     with contextlib.ExitStack() as lines:
         idle = [
@@ -539,7 +555,7 @@ def start_chunk(stranger: Stranger, key: str) -> None:
     assert stranger.http.sock.recv(12) == b"HTTP/1.1 206"
 
 
-def test_uploads_beyond_the_limit_are_refused(own: Node) -> None:
+def test_chunk_request_beyond_the_upload_limit_gets_503(own: Node) -> None:
     """While a client does not read, the next is refused, so that it asks elsewhere."""
     key = grown(own)
     with own.serving(ONE_UPLOAD):
@@ -550,7 +566,7 @@ def test_uploads_beyond_the_limit_are_refused(own: Node) -> None:
         assert other.chunk(key, 0, within=BIG_SPAN, wait="90") == 206
 
 
-def test_client_that_stops_reading_is_cut_and_frees_its_slot(own: Node) -> None:
+def test_upload_to_a_client_that_stops_reading_is_closed_and_frees_its_slot(own: Node) -> None:
     key = grown(own)
     brief = ONE_UPLOAD + "server.GRACE, server.SLOWEST = 2.0, 1 << 40\n"
     with own.serving(brief):
@@ -569,7 +585,7 @@ def test_client_that_stops_reading_is_cut_and_frees_its_slot(own: Node) -> None:
         b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
     ],
 )
-def test_dribbling_stranger_is_cut(own: Node, said: bytes) -> None:
+def test_unproven_connection_that_sends_single_bytes_is_closed(own: Node, said: bytes) -> None:
     with (
         own.serving("from forestage.features.peers import sessions; sessions.UNPROVEN = 0.1\n"),
         socket.create_connection(("127.0.0.1", own.port), timeout=HANGS) as line,
@@ -582,7 +598,9 @@ def test_dribbling_stranger_is_cut(own: Node, said: bytes) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: "])
-def test_idle_connection_of_known_client_is_closed(own: Node, said: bytes) -> None:
+def test_idle_connection_of_a_known_client_is_closed_by_the_peer_service(
+    own: Node, said: bytes
+) -> None:
     """Also where a request was begun."""
     key = own.publish()
     with own.serving("from forestage.features.peers import server; server.CONNECTION_IDLE = 0.1\n"):
@@ -608,7 +626,7 @@ auth.check = lambda prover: None
 """
 
 
-def test_credential_of_gone_client_is_not_decoded(own: Node, tmp_path: Path) -> None:
+def test_credential_of_a_disconnected_client_is_not_decoded(own: Node, tmp_path: Path) -> None:
     """Thousands of them would keep the cluster's own waiting."""
     key, go = own.publish(), tmp_path / "go"
     with own.serving(SLOW_DECODER.format(go=str(go))):
@@ -630,7 +648,7 @@ def test_credential_of_gone_client_is_not_decoded(own: Node, tmp_path: Path) -> 
 # --- its life
 
 
-def test_sigterm_during_a_wait_ends_service_and_keeps_counts(own: Node) -> None:
+def test_sigterm_ends_the_peer_service_during_a_wait_and_saves_its_counts(own: Node) -> None:
     key = own.publish()
     own.start()
     client = Client(own, key)
@@ -657,7 +675,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))
 """
 
 
-def test_service_without_descriptors_logs_a_line_a_second_and_serves_afterwards(own: Node) -> None:
+def test_peer_service_out_of_descriptors_logs_single_lines_and_serves_again_afterwards(
+    own: Node,
+) -> None:
     """asyncio tries as many connections in a row as its backlog has, with a traceback for each."""
     key = own.publish()
     with own.serving(FEW_FILES.format(40, 40)):
@@ -671,7 +691,7 @@ def test_service_without_descriptors_logs_a_line_a_second_and_serves_afterwards(
         assert all(b"peer refused=" in line for line in own.said.splitlines())
 
 
-def test_service_may_open_as_many_files_as_its_hard_limit_says(own: Node) -> None:
+def test_peer_service_raises_its_file_limit_to_the_hard_limit(own: Node) -> None:
     with own.serving(FEW_FILES.format(64, 4096)):
         assert own.process is not None
         limits = Path(f"/proc/{own.process.pid}/limits").read_text()
@@ -679,14 +699,14 @@ def test_service_may_open_as_many_files_as_its_hard_limit_says(own: Node) -> Non
     assert line.split()[3:5] == ["4096", "4096"]
 
 
-def test_client_goes_on_after_restart_of_service(own: Node) -> None:
+def test_client_continues_after_a_restart_of_the_peer_service(own: Node) -> None:
     client = Client(own, own.publish())
     for number in range(2):
         with own.serving():
             assert client.fetch(number) == of_chunk(number)
 
 
-def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> None:
+def test_peer_service_exits_6_for_a_taken_port_or_an_open_key_file(own: Node) -> None:
     with socket.create_server(("127.0.0.1", own.port)):
         code, said = own.start_in_vain()
     assert (code, f"port {own.port} of 127.0.0.1 is taken by another program" in said) == (6, True)
@@ -696,7 +716,9 @@ def test_service_that_cannot_serve_ends_with_exit_code_and_reason(own: Node) -> 
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_sign_of_the_service_outlives_it_by_seconds(own: Node, end: signal.Signals) -> None:
+def test_peer_sign_is_valid_for_some_seconds_after_the_service_ended(
+    own: Node, end: signal.Signals
+) -> None:
     auto = Config()
     assert not activation.is_on(auto, own.places, time.monotonic())
     own.start()
@@ -713,7 +735,7 @@ def test_sign_of_the_service_outlives_it_by_seconds(own: Node, end: signal.Signa
     assert not activation.is_on(auto, own.places, ended + activation.SIGN_LASTS)
 
 
-def test_sign_counts_from_a_kill_until_the_unit_has_started_the_service_again(own: Node) -> None:
+def test_peer_sign_stays_valid_from_a_kill_until_the_service_restarts(own: Node) -> None:
     auto = Config()
     own.start()
     for _ in range(2):
@@ -725,7 +747,7 @@ def test_sign_counts_from_a_kill_until_the_unit_has_started_the_service_again(ow
     own.end()
 
 
-def test_sign_that_was_deleted_beneath_a_service_comes_back(own: Node) -> None:
+def test_peer_service_recreates_its_deleted_sign(own: Node) -> None:
     own.start()
     with contextlib.suppress(FileNotFoundError):
         own.places.peer_sign.unlink()
@@ -733,7 +755,7 @@ def test_sign_that_was_deleted_beneath_a_service_comes_back(own: Node) -> None:
     own.end()
 
 
-def test_user_can_neither_make_nor_hold_the_sign(own: Node) -> None:
+def test_user_cannot_open_or_create_the_peer_sign(own: Node) -> None:
     own.places.root.chmod(0o755)
     own.start()
     own.end()
@@ -747,13 +769,13 @@ def test_user_can_neither_make_nor_hold_the_sign(own: Node) -> None:
         assert "PermissionError" in ran.stderr
 
 
-def test_service_without_work_ends_with_exit_code_0_and_one_line(own: Node) -> None:
+def test_peer_service_with_peers_disabled_exits_0_with_one_line(own: Node) -> None:
     own.configure(enabled=False)
     assert own.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")
 
 
 @pytest.mark.parametrize(("enabled", "code"), [("auto", 0), (True, 6)])
-def test_service_without_a_credential_is_a_failure_only_where_it_was_asked_for(
+def test_peer_service_without_a_credential_exits_0_with_auto_and_6_with_enabled_true(
     own: Node, enabled: bool | str, code: int
 ) -> None:
     """The unit starts again what fails: AuthType=auth/slurm, and no key is there yet."""
@@ -772,7 +794,9 @@ def test_service_without_a_credential_is_a_failure_only_where_it_was_asked_for(
 # --- who has proven what
 
 
-def test_copy_notes_that_another_node_could_read_its_credential(node: Node, key: str) -> None:
+def test_client_records_the_node_that_accepted_its_credential_as_proven(
+    node: Node, key: str
+) -> None:
     node.places.proven.unlink(missing_ok=True)
     Client(node, key).fetch(0)
     noted = proven.read(node.places)
@@ -780,7 +804,7 @@ def test_copy_notes_that_another_node_could_read_its_credential(node: Node, key:
     assert noted.node == "n1"
 
 
-def test_service_notes_who_has_proven_itself_from_another_address(
+def test_peer_service_records_a_proven_client_only_from_another_address(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This node's own copies ask it from its own address, and prove nothing."""

@@ -59,7 +59,7 @@ def is_silent(node: Node) -> bool:
 
 
 @pytest.mark.parametrize(("at", "silent"), [(mute, True), (dropping, True), (closed, False)])
-def test_node_that_does_not_answer_is_remembered_and_one_that_refuses_is_not(
+def test_peer_that_does_not_answer_is_recorded_as_silent_and_a_refusing_peer_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Port, silent: bool
 ) -> None:
     monkeypatch.setattr(protocol, "HANDSHAKE", 0.2)
@@ -77,7 +77,7 @@ def test_node_that_does_not_answer_is_remembered_and_one_that_refuses_is_not(
     assert copy.silent() == ({"n1"} if silent else set())
 
 
-def test_answer_clears_the_memory_of_a_silent_node(tmp_path: Path) -> None:
+def test_answer_of_a_peer_clears_its_silent_record(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1")
     with node.serving():
         copy = Client(node, node.publish()).peers
@@ -87,7 +87,7 @@ def test_answer_clears_the_memory_of_a_silent_node(tmp_path: Path) -> None:
         assert not is_silent(node)
 
 
-def test_node_of_an_earlier_or_later_build_is_refused_and_is_not_silent(
+def test_peer_with_another_protocol_version_is_refused_and_not_recorded_as_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "SILENCE", NEVER)
@@ -102,7 +102,7 @@ def test_node_of_an_earlier_or_later_build_is_refused_and_is_not_silent(
 
 
 @pytest.mark.parametrize("how", ["mute", "stopped"])
-def test_copy_among_silent_nodes_reads_all_and_ends_before_they_answer(
+def test_copy_among_silent_peers_reads_the_whole_source_without_waiting_for_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """No thread that brings chunks waits for them: their limits are an hour here."""

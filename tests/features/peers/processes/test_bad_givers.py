@@ -192,7 +192,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_copy_among_bad_givers_has_right_bytes_and_reads_few_of_the_source(
+def test_copy_among_failing_givers_has_the_sources_bytes_and_reads_little_of_the_source(
     site: Site, tmp_path: Path, read: list[int], number: int
 ) -> None:
     turn, first = divmod(number, len(MISHAPS))

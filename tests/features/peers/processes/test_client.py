@@ -17,7 +17,7 @@ print(sorted(costly & set(sys.modules)))
 """
 
 
-def test_copy_without_peers_imports_nothing_for_them() -> None:
+def test_copy_without_peers_imports_no_peer_modules() -> None:
     ran = subprocess.run(
         [sys.executable, "-BIc", ALONE], capture_output=True, text=True, check=True
     )

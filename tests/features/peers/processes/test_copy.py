@@ -62,7 +62,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherNode:
     return node
 
 
-def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
+def test_copy_counts_bytes_from_peers_and_leaves_no_peers_file_in_the_entry(
     task: CopyTask, other: OtherNode
 ) -> None:
     assert run(sharing(task)).from_peers == len(CONTENT)
@@ -71,7 +71,7 @@ def test_bytes_from_other_nodes_are_counted_and_no_file_of_theirs_stays(
 
 
 @pytest.mark.parametrize(("count", "helped"), [(MAX_SHARED, True), (MAX_SHARED + 1, False)])
-def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
+def test_copy_with_more_chunks_than_a_header_holds_uses_no_peers(
     task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch, count: int, helped: bool
 ) -> None:
     said: list[str] = []
@@ -102,7 +102,7 @@ def test_peers_are_not_asked_for_more_chunks_than_a_header_can_hold(
 
 
 @pytest.mark.parametrize(("nodes", "helped"), [("n[1-2]", False), ("n[1-64]", True)])
-def test_two_nodes_do_not_share_a_copy_by_default(
+def test_copy_uses_no_peers_in_a_job_of_two_nodes_by_default(
     task: CopyTask, monkeypatch: pytest.MonkeyPatch, nodes: str, helped: bool
 ) -> None:
     job = msgspec.structs.replace(task.job, node="n1", nodelist=nodes)
@@ -117,7 +117,7 @@ def test_two_nodes_do_not_share_a_copy_by_default(
     assert bool(found.from_peers) is helped
 
 
-def test_uploaded_bytes_are_those_of_this_key_during_the_copy(
+def test_copys_uploaded_bytes_count_only_its_key_during_the_copy(
     task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads = UploadCountWriter(task.node.places.peer, since=1.0)
@@ -149,7 +149,7 @@ class Unreadable:
     def must_be_unchanged(self) -> None: ...
 
 
-def test_made_up_source_comes_from_the_other_nodes_of_the_job(
+def test_copy_of_a_source_that_only_peers_have_is_completed_from_peers(
     task: CopyTask, other: OtherNode
 ) -> None:
     opened = OpenImage(task.image, task.job.user, -1, other=Unreadable())

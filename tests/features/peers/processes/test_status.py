@@ -7,7 +7,7 @@ from forestage.commands import copies
 from forestage.system import lock
 
 
-def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
+def test_status_shows_the_bytes_and_chunks_sent_to_other_nodes(site: Site) -> None:
     assert "served" not in site.run("status").output
     assert site.json("status")["served"] is None
     site.places.peer.parent.mkdir(parents=True, exist_ok=True)
@@ -16,7 +16,7 @@ def test_bytes_sent_by_peer_service_are_shown(site: Site) -> None:
     assert site.json("status")["served"]["bytes"] == 1048576
 
 
-def test_copy_under_way_says_what_of_it_went_to_other_nodes(site: Site) -> None:
+def test_status_of_a_running_copy_shows_the_bytes_sent_to_other_nodes(site: Site) -> None:
     _, owner = site.part(site.image("a.sqsh", b"x" * CHUNK), phase="copying")
     site.places.peer.parent.mkdir(parents=True, exist_ok=True)
     site.places.peer.write_text(f'{{"since": 1, "keys": {{"{owner.image.key}": 4096}}}}')

@@ -26,7 +26,9 @@ def places(tmp_path: Path) -> NodePaths:
     return NodePaths(tmp_path)
 
 
-def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: NodePaths) -> None:
+def test_peers_enabled_auto_is_on_while_the_own_service_runs_and_seconds_after(
+    places: NodePaths,
+) -> None:
     assert Config().peers.enabled is None
     assert not activation.is_on(Config(), places, time.monotonic())
     with activation.hold_sign(places):
@@ -38,7 +40,9 @@ def test_auto_is_the_default_and_is_on_while_the_own_service_runs(places: NodePa
     assert not activation.is_on(Config(), places, ended + SIGN_LASTS + 1)
 
 
-def test_copy_imports_peers_only_where_they_may_be_on(places: NodePaths) -> None:
+def test_copy_imports_the_peers_feature_only_if_the_key_and_the_sign_allow(
+    places: NodePaths,
+) -> None:
     """By the table alone, which knows no more than the key and that there is a sign."""
 
     def names(enabled: bool | None) -> list[str]:
@@ -51,7 +55,9 @@ def test_copy_imports_peers_only_where_they_may_be_on(places: NodePaths) -> None
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_word_of_the_admin_needs_no_sign(places: NodePaths, served: bool) -> None:
+def test_peers_enabled_true_or_false_decides_without_a_sign(
+    places: NodePaths, served: bool
+) -> None:
     if served:
         with activation.hold_sign(places):
             pass
@@ -59,14 +65,14 @@ def test_word_of_the_admin_needs_no_sign(places: NodePaths, served: bool) -> Non
     assert not activation.is_on(config(False), places, time.monotonic())
 
 
-def test_engine_without_digests_asks_nobody_by_default(places: NodePaths) -> None:
+def test_peers_auto_is_off_with_an_engine_without_digests(places: NodePaths) -> None:
     with activation.hold_sign(places):
         assert not activation.is_on(config(None, "rsync"), places, time.monotonic())
     assert not activation.may_serve(config(None, "rsync"))
 
 
 @pytest.mark.parametrize("text", [b"", b"soon", b"nan", b"1e999", b"99999999999"])
-def test_sign_that_is_spoilt_or_of_another_boot_counts_for_nothing(
+def test_peer_sign_that_is_damaged_or_of_another_boot_is_ignored(
     places: NodePaths, text: bytes
 ) -> None:
     places.run.mkdir(parents=True)
@@ -74,7 +80,7 @@ def test_sign_that_is_spoilt_or_of_another_boot_counts_for_nothing(
     assert not activation.is_served(places, time.monotonic())
 
 
-def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: NodePaths) -> None:
+def test_renewal_recreates_a_deleted_peer_sign(places: NodePaths) -> None:
     with activation.hold_sign(places) as renew:
         places.peer_sign.unlink()
         assert not activation.is_served(places, time.monotonic())
@@ -82,7 +88,9 @@ def test_sign_whose_file_was_deleted_beneath_the_service_comes_back(places: Node
         assert activation.is_served(places, time.monotonic())
 
 
-def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places: NodePaths) -> None:
+def test_world_writable_run_directory_is_closed_before_the_peer_sign_is_created(
+    places: NodePaths,
+) -> None:
     places.run.mkdir(parents=True)
     places.run.chmod(0o777)
     with activation.hold_sign(places):
@@ -90,7 +98,7 @@ def test_folder_that_users_could_write_is_closed_before_the_sign_is_held(places:
     assert modes == [0o711, 0o600]
 
 
-def test_sign_counts_in_the_moment_in_which_it_is_written(
+def test_peer_sign_is_valid_at_the_very_time_of_its_writing(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 41046.90771125
@@ -100,7 +108,7 @@ def test_sign_counts_in_the_moment_in_which_it_is_written(
     assert activation.is_served(places, now)
 
 
-def test_second_service_of_a_node_is_refused(
+def test_second_peer_service_on_a_node_gets_a_lock_timeout(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation, "START", 0.0)
@@ -123,7 +131,7 @@ def test_second_service_of_a_node_is_refused(
         (2, 1, True, "job", True),
     ],
 )
-def test_few_nodes_or_chunks_are_shared_only_if_the_admin_says_so(
+def test_peers_are_not_worthwhile_for_few_nodes_or_chunks_unless_enabled_is_true(
     nodes: int, chunks: int, enabled: bool | None, reach: PeerReach, expected: bool
 ) -> None:
     about = Config(peers=PeersSection(enabled=enabled, reach=reach))

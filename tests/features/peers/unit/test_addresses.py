@@ -34,13 +34,13 @@ LISTED = {"n1": "10.77.0.2", "n2": "", "n3": "host3"}
         ("{node}-ib:80", "n9", ServiceAddress("n9-ib", 80)),
     ],
 )
-def test_node_is_found_at_nodeaddr_or_by_the_sites_pattern(
+def test_peer_address_is_nodeaddr_or_follows_the_sites_pattern(
     pattern: str, node: str, expected: ServiceAddress
 ) -> None:
     assert NodeAddresses(PeersSection(address=pattern), LISTED).of(node) == expected
 
 
-def test_addresses_are_those_of_roots_list_and_names_where_it_cannot_be_read(
+def test_peer_addresses_come_from_the_node_list_or_are_node_names_without_a_list(
     tmp_path: Path,
 ) -> None:
     places = NodePaths(tmp_path)
@@ -68,16 +68,16 @@ def opens(address: ServiceAddress) -> None:
     line.close()
 
 
-def test_name_that_does_not_resolve_is_found_at_nodeaddr(port: int) -> None:
+def test_peer_with_an_unresolvable_name_is_connected_at_nodeaddr(port: int) -> None:
     opens(ServiceAddress("no-such-name.invalid", port, "127.0.0.1"))
 
 
-def test_name_without_nodeaddr_that_does_not_resolve_is_refused(port: int) -> None:
+def test_peer_with_an_unresolvable_name_and_no_nodeaddr_is_refused(port: int) -> None:
     with pytest.raises(PeerRequestError, match=r"refused: no-such-name\.invalid"):
         opens(ServiceAddress("no-such-name.invalid", port))
 
 
-def test_name_service_that_never_answers_is_waited_for_once(
+def test_hanging_name_service_is_waited_for_once_per_peer(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second connection does not ask it, and an address that is known never does."""

@@ -24,7 +24,9 @@ def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
     return path
 
 
-def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) -> None:
+def test_key_file_credential_yields_the_same_secret_without_containing_the_secret(
+    tmp_path: Path,
+) -> None:
     prover = KeyFileAuthenticator.load(key_file(tmp_path / "key"))
     offer = prover.offer("k")
     claim = OURS.read(offer.text)
@@ -34,7 +36,7 @@ def test_key_file_offer_read_gives_same_secret_that_is_not_sent(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("field", ["protocol", "key", "nonce", "mac"])
-def test_changed_offer_is_refused(field: str) -> None:
+def test_key_file_credential_with_a_changed_field_is_refused(field: str) -> None:
     said = msgspec.json.decode(OURS.offer("k").text)
     for changed in ("", "0", said[field] + "0", said[field][:-1]):
         with pytest.raises(BadCredential):
@@ -50,7 +52,7 @@ def test_changed_offer_is_refused(field: str) -> None:
         (b"a" * 32, 0o600, 1),
     ],
 )
-def test_short_readable_or_foreign_key_file_is_refused(
+def test_key_file_that_is_short_group_readable_or_not_owned_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, mode: int, reader: int
 ) -> None:
     path = key_file(tmp_path / "key", content, mode)
@@ -69,7 +71,7 @@ def test_short_readable_or_foreign_key_file_is_refused(
         (-CREDENTIAL_SECONDS - 1, False),
     ],
 )
-def test_old_credential_of_a_key_file_is_refused(
+def test_key_file_credential_older_or_newer_than_its_lifetime_is_refused(
     monkeypatch: pytest.MonkeyPatch, age: float, is_good: bool
 ) -> None:
     monkeypatch.setattr(auth.time, "time", lambda: 1e9)
@@ -83,18 +85,18 @@ WORDS = st.lists(st.text(alphabet="a1:", max_size=4), min_size=4, max_size=4)
 
 
 @given(WORDS, WORDS)
-def test_different_requests_have_different_macs(one: list[str], other: list[str]) -> None:
+def test_macs_of_different_peer_requests_differ(one: list[str], other: list[str]) -> None:
     macs = {auth.of_request(b"s", *words, 1) for words in (one, other)}  # type: ignore[call-arg,arg-type]
     assert len(macs) == len({tuple(one), tuple(other)})
 
 
-def test_macs_of_different_kinds_differ() -> None:
+def test_session_mac_differs_from_response_mac_and_comparison_accepts_non_ascii() -> None:
     assert auth.of_session(b"s", "1") != auth.of_response(b"s", 1, 2, "")
     assert auth.same("ab", "ab")
     assert not auth.same("ab", "\udcff")
 
 
-def test_prover_refused_by_itself_fails_the_check(tmp_path: Path) -> None:
+def test_authenticator_check_fails_if_its_own_credential_is_refused(tmp_path: Path) -> None:
     class Lost:
         def offer(self, key: str) -> auth.Credential:
             return auth.Credential("", b"")
@@ -120,13 +122,13 @@ def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> Node
     return NodePaths(root)
 
 
-def test_derived_key_is_that_of_rfc_5869() -> None:
+def test_derived_key_equals_the_test_vector_of_rfc_5869() -> None:
     """Test case 3: without salt and info; the first 32 bytes of its output."""
     expected = "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     assert auth.derive(b"\x0b" * 22, b"").hex() == expected
 
 
-def test_auth_slurm_makes_credentials_by_a_key_of_another_purpose(tmp_path: Path) -> None:
+def test_auth_slurm_credential_is_not_readable_with_the_raw_slurm_key(tmp_path: Path) -> None:
     prover = auth.prover(None, site(tmp_path))
     offer = prover.offer("k")
     assert prover.read(offer.text).secret == offer.secret
@@ -139,7 +141,7 @@ def test_auth_slurm_makes_credentials_by_a_key_of_another_purpose(tmp_path: Path
             other.read(offer.text)
 
 
-def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> None:
+def test_replaced_slurm_key_is_used_without_a_restart(tmp_path: Path) -> None:
     places = site(tmp_path)
     prover = auth.prover(None, places)
     before = prover.offer("k")
@@ -152,7 +154,7 @@ def test_key_that_a_site_replaced_counts_without_a_restart(tmp_path: Path) -> No
         prover.read(before.text)
 
 
-def test_one_of_several_keys_is_enough_while_a_site_replaces_them() -> None:
+def test_nodes_with_old_and_new_slurm_keys_accept_credentials_mutually() -> None:
     before, after = (
         KeyFileAuthenticator(b"o" * 32, (b"n" * 32,)),
         KeyFileAuthenticator(b"n" * 32, (b"o" * 32,)),
@@ -163,14 +165,16 @@ def test_one_of_several_keys_is_enough_while_a_site_replaces_them() -> None:
 
 
 @pytest.mark.parametrize(("auth_type", "why"), [("auth/none", "AuthType"), ("auth/slurm", "slurm")])
-def test_node_without_a_credential_says_so(tmp_path: Path, auth_type: str, why: str) -> None:
+def test_authenticator_without_a_usable_auth_type_or_slurm_key_raises_no_credential(
+    tmp_path: Path, auth_type: str, why: str
+) -> None:
     places = site(tmp_path, auth_type)
     (tmp_path / "etc/slurm/slurm.key").unlink()
     with pytest.raises(auth.NoCredential, match=why):
         auth.prover(None, places)
 
 
-def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path) -> None:
+def test_key_file_takes_precedence_over_auth_type_and_munge_is_the_default(tmp_path: Path) -> None:
     places = site(tmp_path)
     ours = key_file(tmp_path / "peer.key")
     assert auth.prover(str(ours), places) == OURS
@@ -178,7 +182,7 @@ def test_key_file_comes_before_auth_type_and_munge_is_the_default(tmp_path: Path
     assert isinstance(auth.prover(None, places), auth.MungeAuthenticator)
 
 
-def test_munge_that_is_not_installed_is_no_credential(
+def test_authenticator_without_munge_installed_raises_no_credential(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth.run, "find_program", lambda program: "")

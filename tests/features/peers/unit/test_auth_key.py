@@ -43,19 +43,19 @@ def keys_file(path: Path, *keys: dict[str, object]) -> Path:
         ("AuthType=auth/slurm CredType=cred/slurm", "munge"),
     ],
 )
-def test_auth_type_is_slurm_confs_and_munge_where_that_says_nothing(
+def test_auth_type_is_read_from_slurm_conf_and_defaults_to_munge(
     tmp_path: Path, lines: str, kind: str
 ) -> None:
     (site(tmp_path, f"{lines}\n") / "auth.conf").write_text("AuthType=auth/slurm\n")
     assert auth_key.auth_type("", tmp_path) == kind
 
 
-def test_without_slurm_conf_it_is_munge_and_there_is_no_key(tmp_path: Path) -> None:
+def test_auth_type_without_slurm_conf_is_munge_and_no_slurm_key_is_found(tmp_path: Path) -> None:
     assert auth_key.auth_type("", tmp_path) == "munge"
     assert auth_key.find("", tmp_path) is None
 
 
-def test_key_lies_beside_slurm_conf_and_slurm_jwks_comes_first(tmp_path: Path) -> None:
+def test_slurm_jwks_beside_slurm_conf_is_preferred_to_slurm_key(tmp_path: Path) -> None:
     folder = site(tmp_path)
     assert auth_key.find("", tmp_path) is None
     (folder / "slurm.key").touch()
@@ -66,7 +66,7 @@ def test_key_lies_beside_slurm_conf_and_slurm_jwks_comes_first(tmp_path: Path) -
     assert auth_key.find(str(other / "slurm.conf"), tmp_path) is None
 
 
-def test_configless_node_has_its_key_where_slurm_conf_would_be(tmp_path: Path) -> None:
+def test_slurm_key_of_a_configless_node_is_found_in_etc_slurm(tmp_path: Path) -> None:
     site(tmp_path, folder="run/slurm/conf")
     key = site(tmp_path) / "slurm.key"
     (key.parent / "slurm.conf").unlink()
@@ -75,7 +75,7 @@ def test_configless_node_has_its_key_where_slurm_conf_would_be(tmp_path: Path) -
     assert auth_key.find("", tmp_path) == key
 
 
-def test_single_key_is_all_bytes_of_its_file_also_behind_a_link(tmp_path: Path) -> None:
+def test_slurm_key_is_all_bytes_of_its_file_even_through_a_link(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "slurm.key"
     real.write_bytes(ONE + b"\n")
     real.chmod(0o640)
@@ -83,7 +83,7 @@ def test_single_key_is_all_bytes_of_its_file_also_behind_a_link(tmp_path: Path) 
     assert auth_key.load(link, 0.0) == SlurmAuthKeys(ONE + b"\n")
 
 
-def test_default_makes_credentials_and_all_that_have_not_ended_are_read(tmp_path: Path) -> None:
+def test_slurm_jwks_default_key_signs_and_all_unexpired_keys_verify(tmp_path: Path) -> None:
     file = keys_file(
         tmp_path / "slurm.jwks",
         jwk("a", ONE, exp=1000),
@@ -108,7 +108,7 @@ def test_default_makes_credentials_and_all_that_have_not_ended_are_read(tmp_path
         ("slurm.jwks", b'{"keys": [{"k": "!"}]}', 0o600),
     ],
 )
-def test_key_that_is_short_broken_or_open_to_all_is_refused(
+def test_slurm_key_that_is_short_damaged_or_world_accessible_is_refused(
     tmp_path: Path, name: str, text: bytes, mode: int
 ) -> None:
     file = tmp_path / name

@@ -21,11 +21,13 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.mark.parametrize("nodelist", ["", "n1", "n[1]", "n[1-2", "(null)"])
-def test_job_of_one_node_has_no_peers(config: Config, nodelist: str) -> None:
+def test_job_of_one_node_or_with_a_bad_node_list_has_no_peers(
+    config: Config, nodelist: str
+) -> None:
     assert peers.of_job(config, "n1", nodelist, "k") is None
 
 
-def test_peers_are_the_nodes_of_the_job_and_this_one(config: Config) -> None:
+def test_peers_of_a_job_are_its_nodes_and_this_node(config: Config) -> None:
     found = peers.of_job(config, "n1", "n[1-3]", "k")
     assert found is not None
     assert (found.nodes, found.me) == (("n1", "n2", "n3"), "n1")
@@ -34,7 +36,7 @@ def test_peers_are_the_nodes_of_the_job_and_this_one(config: Config) -> None:
     assert found.nodes == ("n1", "n2", "other")
 
 
-def test_unusable_key_file_raises_peer_error(config: Config) -> None:
+def test_world_readable_peer_key_file_raises_peer_error(config: Config) -> None:
     Path(config.peers.key_file or "").chmod(0o644)
     with pytest.raises(PeerError):
         peers.of_job(config, "n1", "n[1-2]", "k")

@@ -28,7 +28,7 @@ def trickle(server: socket.socket) -> None:
             time.sleep(0.001)  # a packet of its own for each
 
 
-def test_trickling_chunk_does_not_wake_its_thread_for_each_packet(
+def test_slowly_arriving_chunk_does_not_wake_its_thread_for_each_packet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It did: that was most of what many copies on one machine took of its processors."""

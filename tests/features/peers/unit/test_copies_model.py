@@ -14,7 +14,7 @@ from copies_model import Case, World
 JOBS = 1000
 
 
-def test_most_copies_find_a_warm_node_though_nodes_are_dead_restart_evict_and_lie() -> None:
+def test_simulated_copies_mostly_find_a_node_with_the_image_despite_failing_nodes() -> None:
     found = World(Case(jobs=JOBS)).run()
     assert found.oracle > 2000
     assert found.gain >= 0.7
@@ -22,11 +22,11 @@ def test_most_copies_find_a_warm_node_though_nodes_are_dead_restart_evict_and_li
 
 
 @pytest.mark.parametrize("nodes", [200, 10_000])
-def test_questions_do_not_grow_with_the_cluster(nodes: int) -> None:
+def test_simulated_copy_asks_three_nodes_in_a_cluster_of_any_size(nodes: int) -> None:
     assert World(Case(nodes=nodes, jobs=100)).run().questions == 3.0
 
 
-def test_wide_job_does_not_have_earlier_ones_forgotten_while_its_nodes_ask() -> None:
+def test_simulated_wide_job_does_not_displace_earlier_requesters_of_its_key() -> None:
     found = World(Case(jobs=400, width=32, kept=20, restarts=0.0, liars=0)).run()
     assert found.oracle > 100
     assert found.gain >= 0.7

@@ -12,7 +12,7 @@ from forestage.features.peers.stats import UploadCounts
 from forestage.paths import NodePaths
 
 
-def test_peer_counts_survive_a_restart_of_the_service() -> None:
+def test_upload_totals_survive_a_restart_of_the_peer_service() -> None:
     found = UploadTotals()
     for now in (
         UploadCounts(since=1.0, bytes=100, chunks=1, sessions=1, refused=2),
@@ -26,7 +26,7 @@ def test_peer_counts_survive_a_restart_of_the_service() -> None:
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
 
 
-def test_what_was_sent_is_added_to_what_an_earlier_run_has_kept(tmp_path: Path) -> None:
+def test_upload_metrics_add_new_counts_to_the_stored_tally(tmp_path: Path) -> None:
     """Beside counts that are not of peers, as an earlier release has written it."""
     places = NodePaths(tmp_path)
     kept = {"swept": 3, "given": {"since": 0.0, "bytes": 70}, "last_given": {"since": 1.0}}

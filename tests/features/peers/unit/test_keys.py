@@ -30,7 +30,7 @@ def refused(etc: Path, text: str) -> ConfigProblem:
     return problem
 
 
-def test_section_without_values_leaves_the_defaults(tmp_path: Path) -> None:
+def test_empty_peers_section_leaves_the_defaults(tmp_path: Path) -> None:
     write(tmp_path, "peers:")
     assert load_config(tmp_path).config == Config()
 
@@ -49,7 +49,7 @@ def test_section_without_values_leaves_the_defaults(tmp_path: Path) -> None:
         ("engine: rsync\npeers: {enabled: true}", "peers.enabled", "needs `engine: chunks`"),
     ],
 )
-def test_section_that_says_something_else_is_refused_by_file_and_key(
+def test_invalid_peers_section_is_refused_with_file_and_key(
     tmp_path: Path, text: str, key: str, what: str
 ) -> None:
     problem = refused(tmp_path, text)
@@ -71,17 +71,19 @@ def test_section_that_says_something_else_is_refused_by_file_and_key(
         ("key_file", "/a\nb", "without control characters"),
     ],
 )
-def test_value_that_cannot_be_meant_is_refused(key: str, raw: object, what: str) -> None:
+def test_invalid_value_of_a_peers_key_is_refused(key: str, raw: object, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
         KEYS[f"peers.{key}"].read(raw)
 
 
-def test_file_with_a_hash_is_shown_as_it_is_read() -> None:
+def test_peers_key_file_with_a_hash_round_trips_through_yaml() -> None:
     key = KEYS["peers.key_file"]
     assert yaml.safe_load(key.show(key.read("/a #b"))) == "/a #b"
 
 
-def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
+def test_later_configuration_file_overrides_single_keys_of_the_peers_section(
+    tmp_path: Path,
+) -> None:
     main = write(tmp_path, "peers: {port: 1, reach: cluster}")
     later = write(tmp_path, "peers: {port: 80}", "conf.d/10-a.yaml")
     found = load_config(tmp_path)
@@ -90,18 +92,18 @@ def test_later_file_wins_key_by_key_of_the_section(tmp_path: Path) -> None:
     assert found.origins["peers.reach"] == str(main)
 
 
-def test_removed_addresses_may_be_those_of_nodes_with_a_keys_name(tmp_path: Path) -> None:
+def test_removed_peers_addresses_key_accepts_node_names_equal_to_keys(tmp_path: Path) -> None:
     write(tmp_path, "peers: {addresses: {deadline: 10.0.0.1, sources: 10.0.0.2}}")
     assert list(load_config(tmp_path).removed) == ["peers.addresses"]
 
 
-def test_key_that_keeps_bytes_from_other_nodes_is_never_one_that_is_ignored() -> None:
+def test_peers_enabled_and_reach_are_not_among_the_removed_keys() -> None:
     """Whoever takes one of these away has to say what becomes of what it excluded."""
     excluding = {"peers.enabled", "peers.reach"}
     assert excluding <= set(KEYS)
     assert excluding.isdisjoint(REMOVED_KEYS)
 
 
-def test_node_is_found_by_the_pattern() -> None:
+def test_peers_address_pattern_is_filled_with_the_node_name() -> None:
     assert PeersSection(address="{node}-ib:7000").of("n1") == ServiceAddress("n1-ib", 7000)
     assert PeersSection(port=80).of("n2") == ServiceAddress("n2", 80)

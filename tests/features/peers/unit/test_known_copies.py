@@ -16,7 +16,7 @@ from forestage.features.peers.known_copies import (
 NODES = tuple(f"n{number}" for number in range(100))
 
 
-def test_asker_is_named_to_those_who_ask_after_it() -> None:
+def test_requester_table_names_earlier_requesters_of_the_same_key() -> None:
     askers = RequesterTable()
     assert askers.ask("k", "n1", 0.0) == ()
     assert askers.ask("k", "n2", 1.0) == ("n1",)
@@ -26,7 +26,7 @@ def test_asker_is_named_to_those_who_ask_after_it() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> None:
+def test_requester_table_names_the_last_or_the_first_four_requesters(first: bool) -> None:
     askers = RequesterTable(first=first)
     for number in range(9):
         askers.ask("k", f"n{number}", float(number))
@@ -34,14 +34,16 @@ def test_of_many_askers_the_last_four_are_named_or_the_first(first: bool) -> Non
     assert askers.ask("k", "new", 9.0) == tuple(f"n{number}" for number in named)
 
 
-def test_asker_is_forgotten_after_an_hour() -> None:
+def test_requester_table_drops_a_requester_after_an_hour() -> None:
     askers = RequesterTable()
     askers.ask("k", "n1", 0.0)
     askers.ask("k", "n2", 100.0)
     assert askers.ask("k", "n3", known_copies.KEPT + 1) == ("n2",)
 
 
-def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requester_table_keeps_the_most_recently_requested_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(known_copies, "KEYS", 3)
     askers = RequesterTable()
     for key in ("a", "b", "c", "a", "d"):
@@ -51,7 +53,7 @@ def test_of_many_keys_those_asked_for_last_are_remembered(monkeypatch: pytest.Mo
     assert askers.ask("b", "n2", 1.0) == ()
 
 
-def test_all_nodes_ask_the_same_three_themselves_too() -> None:
+def test_all_nodes_ask_the_same_three_nodes_for_a_key() -> None:
     asked = whom_to_ask("k", NODES, "elsewhere")
     assert len(asked) == known_copies.ASKED
     assert whom_to_ask("k", NODES[::-1], "another") == asked
@@ -62,11 +64,11 @@ def test_all_nodes_ask_the_same_three_themselves_too() -> None:
 
 
 @pytest.mark.parametrize("nodes", [(), ("n1",)])
-def test_list_without_others_has_nobody_to_ask(nodes: tuple[str, ...]) -> None:
+def test_node_list_without_other_nodes_gives_no_nodes_to_ask(nodes: tuple[str, ...]) -> None:
     assert whom_to_ask("k", nodes, "n1") == []
 
 
-def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
+def test_nodes_with_a_copy_are_tried_before_named_nodes_with_two_givers_at_most() -> None:
     answers = [
         ("n1", KnownCopiesReply(False, ("n5", "n6"))),
         ("n2", KnownCopiesReply(True, ("n5",))),
@@ -76,7 +78,7 @@ def test_who_has_a_copy_is_tried_before_who_is_named_and_two_in_all() -> None:
     assert to_try([], set(NODES)) == ()
 
 
-def test_one_node_says_who_reads_ahead_so_that_no_two_leave_it_to_each_other() -> None:
+def test_readers_of_a_speculative_copy_are_taken_from_the_first_reply_in_ring_order() -> None:
     """The first in the ring that answers, whichever answer came first."""
     asked = ["n1", "n2", "n3"]
     five = tuple(f"n{number}" for number in range(11, 16))
@@ -91,6 +93,6 @@ def test_one_node_says_who_reads_ahead_so_that_no_two_leave_it_to_each_other() -
     assert who_reads(asked, [], set(NODES)) == ()
 
 
-def test_name_that_roots_own_list_does_not_have_is_not_tried() -> None:
+def test_named_giver_outside_of_the_node_list_is_not_tried() -> None:
     answers = [("n1", KnownCopiesReply(True, ("attacker.example.org", "n7", "n6")))]
     assert to_try(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"

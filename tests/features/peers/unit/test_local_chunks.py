@@ -58,7 +58,7 @@ def read(found: Found) -> bytes:
         return os.pread(file.fileno(), found.size, found.start)
 
 
-def test_chunk_without_a_digest_is_not_given(cache: Cache) -> None:
+def test_local_chunk_without_a_digest_is_absent(cache: Cache) -> None:
     copying(cache, digest.UNKNOWN * 3)
     publish(cache)
     assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
@@ -66,7 +66,9 @@ def test_chunk_without_a_digest_is_not_given(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) -> None:
+def test_local_chunk_of_an_entry_or_part_is_found_with_its_digest(
+    cache: Cache, published: bool
+) -> None:
     copying(cache)
     if published:
         publish(cache)
@@ -80,7 +82,7 @@ def test_chunk_of_entry_is_found_with_its_digest(cache: Cache, published: bool) 
 
 
 @pytest.mark.parametrize("digests", [None, b"", bytes(48), bytes(16) + DIGESTS[16:]])
-def test_missing_chunk_of_live_copy_is_pending(
+def test_missing_chunk_of_a_running_copy_is_pending(
     cache: Cache, alive: None, digests: bytes | None
 ) -> None:
     copying(cache, digests)
@@ -105,7 +107,7 @@ ABSENT: dict[str, Callable[[Cache], None]] = {
 
 
 @pytest.mark.parametrize("left", ABSENT)
-def test_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
+def test_local_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
     cache: Cache, left: str
 ) -> None:
     ABSENT[left](cache)
@@ -115,7 +117,7 @@ def test_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_copy_published_between_two_looks_is_found(
+def test_local_chunk_is_found_if_its_copy_is_published_during_the_search(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying(cache)
@@ -136,14 +138,14 @@ def published_so_far(cache: Cache) -> None:
     cache.entry_dir(KEY).rename(cache.part_dir(KEY))
 
 
-def test_copy_being_made_durable_is_found(cache: Cache) -> None:
+def test_local_chunk_is_found_while_its_copy_is_flushed_for_publishing(cache: Cache) -> None:
     published_so_far(cache)
     with lock.held(cache.key_lock(KEY), 0):
         assert read(local_chunks.find(cache, KEY, 1)) == b"bbbbbbbb"
         assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
 
 
-def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
+def test_local_chunk_is_absent_after_a_crash_during_publishing(cache: Cache) -> None:
     published_so_far(cache)
     assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
     (cache.part_dir(KEY) / "entry.json").write_bytes(b"{")
@@ -152,7 +154,7 @@ def test_publishing_cut_by_crash_is_absent(cache: Cache) -> None:
 
 
 @given(st.lists(st.integers(-1, ENTRY_BYTES - 1), max_size=70))
-def test_set_of_chunks_has_a_bit_for_each_that_is_in(bytes_set: list[int]) -> None:
+def test_chunk_set_has_a_bit_for_each_chunk_with_a_digest(bytes_set: list[int]) -> None:
     """Whichever byte of its digest is the one that is not zero."""
     each = [at >= 0 for at in bytes_set]
     digests = b"".join(bytes(byte == at for byte in range(ENTRY_BYTES)) for at in bytes_set)
@@ -163,7 +165,7 @@ def test_set_of_chunks_has_a_bit_for_each_that_is_in(bytes_set: list[int]) -> No
     assert not local_chunks.is_in(digests, len(each))
 
 
-def test_copy_is_live_while_its_key_is_locked_whatever_has_its_pid(cache: Cache) -> None:
+def test_missing_chunk_is_pending_only_while_the_copys_key_is_locked(cache: Cache) -> None:
     """Else each node would be told to read in the others' stead."""
     copying(cache, DIGESTS[:-ENTRY_BYTES])
     with lock.held(cache.key_lock(KEY), 60.0):
@@ -173,7 +175,7 @@ def test_copy_is_live_while_its_key_is_locked_whatever_has_its_pid(cache: Cache)
     assert local_chunks.source_failed(cache, KEY)
 
 
-def test_fifo_in_a_maps_place_does_not_hold_the_service_up(cache: Cache) -> None:
+def test_fifo_in_place_of_a_map_does_not_block_reading_the_map(cache: Cache) -> None:
     copying(cache, None)
     os.mkfifo(cache.part(KEY).map)
     assert local_chunks.read_map(cache, KEY) == b""
@@ -188,7 +190,7 @@ def note_arrived(cache: Cache, *each: bool) -> None:
     cache.part("k").map.write_bytes(b"".join(digests))
 
 
-def test_arrival_wakes_only_those_who_wait_for_that_chunk(cache: Cache) -> None:
+def test_chunk_arrival_wakes_only_the_waiters_for_that_chunk(cache: Cache) -> None:
     note_arrived(cache, False, False)
 
     async def scene() -> list[bool]:
@@ -206,7 +208,7 @@ def test_arrival_wakes_only_those_who_wait_for_that_chunk(cache: Cache) -> None:
     assert asyncio.run(scene()) == [False, True, True]
 
 
-def test_many_waiters_cost_one_poll_until_the_last_has_gone(
+def test_waiters_for_chunks_share_one_poll_that_ends_with_the_last_waiter(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
@@ -233,7 +235,7 @@ def test_many_waiters_cost_one_poll_until_the_last_has_gone(
     asyncio.run(scene())
 
 
-def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
+def test_copy_published_during_the_search_gives_other_jobs_only_permitted_chunks(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note has moved with it: that none is there any more does not mean that none was."""
@@ -258,7 +260,7 @@ def test_copy_published_between_two_looks_gives_other_jobs_no_more_than_it_may(
     assert known.noted.reader(1) == "n9"
 
 
-def test_end_of_service_wakes_all_waiters(cache: Cache) -> None:
+def test_end_of_the_peer_service_wakes_all_waiters_for_chunks(cache: Cache) -> None:
     async def scene() -> None:
         arrivals = ChunkArrivalPoller(cache)
         waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in range(3)]

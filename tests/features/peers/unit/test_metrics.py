@@ -24,13 +24,13 @@ from forestage.paths import NodePaths
         (False, True, "off"),
     ],
 )
-def test_peers_are_down_where_only_the_service_is_missing(
+def test_peers_metric_is_down_if_only_the_service_is_missing(
     enabled: bool | None, has_service: bool, said: str
 ) -> None:
     assert metrics.describe_peers(Config(peers=PeersSection(enabled=enabled)), has_service) == said
 
 
-def test_nodes_that_did_not_answer_are_counted(tmp_path: Path) -> None:
+def test_metrics_count_peers_that_did_not_answer(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
 
     def count() -> float:

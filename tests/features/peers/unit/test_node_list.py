@@ -35,7 +35,7 @@ SHOWN = (
 )
 
 
-def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_node_list_is_read_back_with_names_and_addresses(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
     assert node_list.read(places, 1000.0 + DAY) == ("n1", "n2")
@@ -48,7 +48,7 @@ def test_list_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("now", [1001.0 + DAY, 999.0])
-def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now: float) -> None:
+def test_node_list_older_than_a_day_or_from_the_future_is_empty(tmp_path: Path, now: float) -> None:
     places = NodePaths(tmp_path)
     node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1"}))
     assert node_list.read(places, now) == ()
@@ -57,7 +57,7 @@ def test_list_older_than_a_day_or_of_the_future_names_nobody(tmp_path: Path, now
 
 # The last one as the build before wrote it.
 @pytest.mark.parametrize("text", [None, "", "n1 n2", '{"written": 1000, "nodes": ["n1"]}'])
-def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None) -> None:
+def test_missing_or_damaged_node_list_is_empty(tmp_path: Path, text: str | None) -> None:
     places = NodePaths(tmp_path)
     if text is not None:
         places.nodes.parent.mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_no_list_or_a_damaged_one_names_nobody(tmp_path: Path, text: str | None)
     assert node_list.age(places, 1000.0) is None
 
 
-def test_nodes_are_read_from_what_scontrol_shows() -> None:
+def test_nodes_are_parsed_from_scontrol_output() -> None:
     found = slurm_nodes.parse_nodes(SHOWN + "\n\n")
     assert len(found) == 8
     assert found[0] == SlurmNodeState("n1", "host1", ("MIXED",), ("gpu", "debug"), "10.77.0.2")
@@ -86,20 +86,20 @@ def test_nodes_are_read_from_what_scontrol_shows() -> None:
         ("elsewhere", ()),
     ],
 )
-def test_list_has_the_nodes_that_are_up_in_this_nodes_own_partitions(
+def test_node_list_names_the_nodes_that_are_up_in_this_nodes_partitions(
     host: str, named: tuple[str, ...]
 ) -> None:
     assert tuple(node_list.beside(slurm_nodes.parse_nodes(SHOWN), host, 0.0).nodes) == named
 
 
-def test_list_has_the_addresses_also_of_nodes_that_are_away() -> None:
+def test_node_list_has_addresses_of_nodes_that_are_down_too() -> None:
     found = node_list.beside(slurm_nodes.parse_nodes(SHOWN), "n1", 5.0)
     assert found == PeerNodeList(
         5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
     )
 
 
-def test_list_is_renewed_before_it_is_too_old_and_not_by_all_nodes_at_once() -> None:
+def test_node_list_is_renewed_at_different_hours_by_different_nodes_before_its_end() -> None:
     hosts = [f"n{number}" for number in range(200)]
     renewed = [min(h for h in range(25) if node_list.is_due(h * HOUR, host)) for host in hosts]
     assert (min(renewed), max(renewed)) == (17, 22)
@@ -123,7 +123,7 @@ def node_of(folder: Path, **peers: object) -> Node:
     return Node.of(config, NodePaths(folder), Clock())
 
 
-def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Path) -> None:
+def test_node_list_is_queried_from_slurm_once_and_kept_if_a_query_fails(tmp_path: Path) -> None:
     node, told = node_of(tmp_path, enabled=True, reach="cluster"), Told("", node="n1")
     told.asked = []
     for _ in range(3):
@@ -137,7 +137,7 @@ def test_slurm_is_asked_once_and_the_old_list_stays_where_it_fails(tmp_path: Pat
 
 
 @pytest.mark.parametrize("reach", ["job", "cluster"])
-def test_list_is_due_where_peers_are_on_whomever_a_copy_asks(tmp_path: Path, reach: str) -> None:
+def test_node_list_is_wanted_with_peers_on_and_any_reach(tmp_path: Path, reach: str) -> None:
     """Of a job's nodes it has the addresses."""
     node = node_of(tmp_path, enabled=True, reach=reach)
     assert node_list.is_wanted(node.config, node.places, node.clock)
@@ -148,7 +148,7 @@ def test_list_is_due_where_peers_are_on_whomever_a_copy_asks(tmp_path: Path, rea
     assert not node_list.is_wanted(node.config, node.places, node.clock)
 
 
-def test_slurm_is_not_asked_where_peers_are_off(tmp_path: Path) -> None:
+def test_node_list_is_not_queried_with_peers_off(tmp_path: Path) -> None:
     node, told = node_of(tmp_path, enabled=False, reach="cluster"), Told("", node="n1")
     told.asked = []
     node_list.renew(node, told)

@@ -21,13 +21,13 @@ from forestage.paths import NodePaths
         (ChunkReaders({"n1": "3"}), "n9", 0),
     ],
 )
-def test_notice_concerns_what_its_reader_read(
+def test_notice_of_wrong_bytes_affects_only_chunks_of_its_reader(
     known: ChunkReaders | None, reader: str, chunks: int
 ) -> None:
     assert notices.concerned(known, reader, "n1") == chunks
 
 
-def test_few_notices_are_kept_whoever_sends_them(
+def test_stored_notices_of_wrong_bytes_are_limited_in_keys_and_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "READERS", 2)

@@ -11,7 +11,7 @@ from forestage.features.peers.proven import ProvenNode
 from forestage.paths import NodePaths
 
 
-def test_note_has_the_last_node_that_was_proven(tmp_path: Path) -> None:
+def test_proven_node_record_holds_the_last_proven_node(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     assert proven.read(places) is None
     proven.note(places, "n2", 5.0)
@@ -20,14 +20,14 @@ def test_note_has_the_last_node_that_was_proven(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "n2", "{}", '{"node": 5, "at": 1}'])
-def test_damaged_note_is_none(tmp_path: Path, text: str) -> None:
+def test_damaged_proven_node_record_is_none(tmp_path: Path, text: str) -> None:
     places = NodePaths(tmp_path)
     places.proven.parent.mkdir(parents=True)
     places.proven.write_text(text)
     assert proven.read(places) is None
 
 
-def test_note_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
+def test_proven_node_record_that_cannot_be_written_is_skipped(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     places.run.parent.mkdir(parents=True)
     places.run.touch()

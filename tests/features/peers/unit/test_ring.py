@@ -17,7 +17,7 @@ def names(count: int) -> list[str]:
 
 
 @given(st.integers(1, 300), st.integers(0, 5000), st.randoms())
-def test_ring_does_not_depend_on_order_of_nodes(
+def test_ring_does_not_depend_on_the_order_of_its_nodes(
     count: int, number: int, chance: random.Random
 ) -> None:
     other = [*names(count), names(count)[0]]
@@ -26,7 +26,7 @@ def test_ring_does_not_depend_on_order_of_nodes(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100])
-def test_reading_and_standing_in_are_shared_evenly(count: int) -> None:
+def test_ring_spreads_readers_and_stand_ins_evenly_over_nodes(count: int) -> None:
     ring = NodeRing("key", names(count))
     rounds = range(2 * 15 * count)
     readers = Counter(ring.reader(number) for number in rounds)
@@ -39,7 +39,9 @@ def test_reading_and_standing_in_are_shared_evenly(count: int) -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2000))
-def test_order_begins_with_reader_and_has_no_duplicates(count: int, number: int) -> None:
+def test_ring_order_of_a_chunk_begins_with_its_reader_and_has_no_duplicates(
+    count: int, number: int
+) -> None:
     ring = NodeRing("key", names(count))
     order = ring.order(number)
     assert order[0] == ring.reader(number)
@@ -47,12 +49,14 @@ def test_order_begins_with_reader_and_has_no_duplicates(count: int, number: int)
     assert ring.order(number, 3) == order[:3]
 
 
-def test_rings_of_different_images_differ() -> None:
+def test_rings_of_different_keys_differ() -> None:
     assert NodeRing("one", names(9)).nodes != NodeRing("two", names(9)).nodes
 
 
 @given(st.integers(1, 5000), st.integers(0, 9999), st.integers(0, 9999))
-def test_chunk_reaches_each_node_in_few_hops(count: int, number: int, at: int) -> None:
+def test_ring_leads_a_chunk_to_each_node_in_four_hops_at_most(
+    count: int, number: int, at: int
+) -> None:
     ring = NodeRing("key", names(count))
     here, hops = ring.nodes[at % count], 0
     while here != ring.reader(number):
@@ -64,7 +68,9 @@ def test_chunk_reaches_each_node_in_few_hops(count: int, number: int, at: int) -
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (31, 30), (256, 60), (10_000, 75)])
-def test_neighbours_are_all_of_thirty_nodes_and_few_of_many(count: int, most: int) -> None:
+def test_ring_neighbours_are_all_nodes_up_to_31_and_at_most_75_of_10000(
+    count: int, most: int
+) -> None:
     ring = NodeRing("key", names(count))
     around = ring.neighbours(ring.nodes[count // 2])
     assert len(around) == len(set(around))

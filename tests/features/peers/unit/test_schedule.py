@@ -65,7 +65,7 @@ def settle(one: ChunkSchedule, now: float = 0.0) -> None:
         one.failed(ask, "absent", now)
 
 
-def test_own_share_is_read_in_order_and_few_at_once() -> None:
+def test_schedule_reads_the_own_share_in_order_with_two_reads_at_once() -> None:
     one = schedule()
     settle(one)
     assert all_of(one.next_read, 0.1) == [ChunkTransfer(0, SOURCE), ChunkTransfer(4, SOURCE)]
@@ -73,7 +73,7 @@ def test_own_share_is_read_in_order_and_few_at_once() -> None:
     assert all_of(one.next_read, 0.2) == [ChunkTransfer(8, SOURCE)]
 
 
-def test_wanted_chunk_is_fetched_next_from_a_peer_that_has_it() -> None:
+def test_schedule_fetches_a_wanted_chunk_next_from_a_peer_that_has_the_chunk() -> None:
     one = schedule(40)
     settle(one)
     for peer in others(one)[:2]:
@@ -88,7 +88,7 @@ def test_wanted_chunk_is_fetched_next_from_a_peer_that_has_it() -> None:
     assert (second.number, second.peer != first.peer) == (22, True)
 
 
-def test_wanted_chunk_of_the_own_share_is_read_next() -> None:
+def test_schedule_reads_a_wanted_chunk_of_the_own_share_next() -> None:
     one = schedule(40)
     settle(one)
     one.want([5], [16])
@@ -107,7 +107,7 @@ def test_wanted_chunk_of_the_own_share_is_read_next() -> None:
     )
 
 
-def test_wanted_chunk_of_another_share_is_asked_of_its_reader_next() -> None:
+def test_schedule_requests_a_wanted_chunk_of_another_share_from_its_reader_next() -> None:
     one = schedule(40)
     settle(one)
     reader = one.ring.reader(21)
@@ -135,19 +135,19 @@ def fetched_once(took: float, nodes: int = 4) -> tuple[ChunkSchedule, int]:
 
 
 @pytest.mark.parametrize(("nodes", "few"), [(4, 3), (8, 4), (32, 8)])
-def test_few_chunks_are_fetched_at_once_over_a_slow_link(nodes: int, few: int) -> None:
+def test_schedule_fetches_few_chunks_at_once_over_a_slow_link(nodes: int, few: int) -> None:
     """Else each takes so long that it is given up, and what came of it is lost."""
     one, _ = fetched_once(took=2.0, nodes=nodes)
     assert len(all_of(one.next_fetch, 2.1)) == few
 
 
-def test_as_many_chunks_as_before_are_fetched_at_once_where_they_come_quickly() -> None:
+def test_schedule_keeps_its_number_of_concurrent_fetches_over_a_fast_link() -> None:
     quick, at_first = fetched_once(took=0.1)
     assert len(all_of(quick.next_fetch, 0.2)) == at_first
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 8])
-def test_all_peers_are_asked_for_as_many_chunks(nodes: int) -> None:
+def test_schedule_spreads_its_first_fetches_evenly_over_peers(nodes: int) -> None:
     """Else the links of some rest, and the others' are shared by more than they are made for."""
     one = schedule(40 * nodes, [f"n{number}" for number in range(nodes)])
     settle(one)
@@ -160,7 +160,7 @@ def test_all_peers_are_asked_for_as_many_chunks(nodes: int) -> None:
     assert max(loads.values()) - min(loads[peer] for peer in others(one)) <= 1
 
 
-def test_chunk_that_a_job_waits_for_is_fetched_beside_the_few_of_a_slow_link() -> None:
+def test_schedule_fetches_a_wanted_chunk_beyond_the_limit_of_a_slow_link() -> None:
     one, _ = fetched_once(took=2.0)
     all_of(one.next_fetch, 2.1)
     left = sorted(set(range(40)) - {ask.number for ask in one.asks})
@@ -169,7 +169,7 @@ def test_chunk_that_a_job_waits_for_is_fetched_beside_the_few_of_a_slow_link() -
     assert [ask.number for ask in all_of(one.next_fetch, 2.1)] == missing[:1]
 
 
-def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
+def test_schedule_reads_head_tail_and_start_map_chunks_first() -> None:
     one = greeted("key", ["a"], "a", range(12), MB, hot=[7, 5])
     read = []
     while (ask := one.next_read(0.0)) is not None:
@@ -178,7 +178,7 @@ def test_head_tail_and_hot_chunks_come_before_the_rest() -> None:
     assert read == [0, 11, 5, 7, 1, 2, 3, 4, 6, 8, 9, 10]
 
 
-def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
+def test_schedule_of_a_late_node_drops_its_first_reads_if_peers_have_all_chunks() -> None:
     one = schedule(count=40)
     first = one.next_fetch(0.0)
     assert first is not None
@@ -202,7 +202,7 @@ def test_late_node_drops_its_first_reads_once_others_have_all() -> None:
     assert asked == set(range(40))
 
 
-def test_few_chunks_are_read_until_peers_could_answer() -> None:
+def test_schedule_limits_reads_until_peers_had_time_to_answer() -> None:
     one = ChunkSchedule("key", NODES, "n0", range(80), MB, SchedulePolicy(at_once=4))
     assert len(all_of(one.next_read, 0.0)) == one.policy.careful
     read = all_of(one.next_read, one.policy.probe)
@@ -210,7 +210,7 @@ def test_few_chunks_are_read_until_peers_could_answer() -> None:
     assert not any(one.is_early(ask) for ask in read)
 
 
-def test_nothing_is_asked_of_a_peer_that_has_not_answered() -> None:
+def test_schedule_requests_no_chunk_from_a_peer_that_has_not_been_greeted() -> None:
     one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     assert one.next_fetch(0.0) is None
     peers = [one.next_greeting(0.0) for _ in range(3)]
@@ -232,7 +232,9 @@ def read_of_others(one: ChunkSchedule, now: float) -> set[str]:
 
 
 @pytest.mark.parametrize("silent", [(), ("n1", "n2", "n3")])
-def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ...]) -> None:
+def test_schedule_reads_the_shares_of_silent_peers_after_the_answer_time(
+    silent: tuple[str, ...],
+) -> None:
     one = ChunkSchedule("key", NODES, "n0", range(40), MB, silent=silent)
     assert {one.next_greeting(0.0) for _ in range(3)} == {"n1", "n2", "n3"}
     for ask in all_of(one.next_read, 0.0):
@@ -243,7 +245,7 @@ def test_share_of_a_peer_that_does_not_answer_is_soon_read(silent: tuple[str, ..
     assert one.done
 
 
-def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_the_same() -> None:
+def test_schedule_greets_a_peer_recorded_as_silent_without_waiting_for_the_peers_share() -> None:
     one = ChunkSchedule("key", NODES, "n0", range(40), MB, silent=("n1",))
     assert [one.next_greeting(0.0) for _ in range(3)][-1] == "n1"
     for peer in ("n2", "n3"):
@@ -259,7 +261,7 @@ def test_peer_found_silent_by_another_copy_is_not_waited_for_and_is_greeted_all_
     assert "n1" in {ask.peer for ask in all_of(one.next_fetch, 0.2)}
 
 
-def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
+def test_schedules_of_four_nodes_read_only_their_shares_while_services_answer_slowly() -> None:
     """Each node reads its share meanwhile, and that of others only then."""
     for place in range(4):
         me = ChunkSchedule("key", NODES, "n0", [], MB).ring.nodes[place]
@@ -284,7 +286,7 @@ def test_services_that_are_slow_for_a_moment_have_nothing_read_twice() -> None:
         assert one.next_read(1.1) is None
 
 
-def test_greeting_that_failed_is_made_again_later() -> None:
+def test_schedule_repeats_a_refused_greeting_later_but_not_a_wrong_greeting() -> None:
     one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     for _ in range(3):
         peer = one.next_greeting(0.0)
@@ -295,7 +297,7 @@ def test_greeting_that_failed_is_made_again_later() -> None:
     assert {one.next_greeting(later) for _ in range(3)} == {"n1", "n2", None}
 
 
-def test_peers_that_do_not_answer_hold_up_no_greeting_of_others() -> None:
+def test_schedule_greets_further_peers_while_earlier_peers_do_not_answer() -> None:
     one = many(64, answer=False)
     begun: list[str] = []
     for tenth in range(10):
@@ -306,7 +308,9 @@ def test_peers_that_do_not_answer_hold_up_no_greeting_of_others() -> None:
 
 
 @pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
-def test_peer_with_wrong_bytes_or_silent_twice_is_left_out(why: Why, times: list[float]) -> None:
+def test_schedule_excludes_a_peer_after_wrong_bytes_or_two_silences(
+    why: Why, times: list[float]
+) -> None:
     one = schedule(nodes=["a", "b"])
     for now in times:
         bad = one.next_fetch(now)
@@ -320,7 +324,7 @@ def test_peer_with_wrong_bytes_or_silent_twice_is_left_out(why: Why, times: list
             one.failed(ask, "absent", now)
 
 
-def test_moments_of_silence_of_all_peers_leave_none_out() -> None:
+def test_schedule_excludes_no_peer_if_all_peers_were_silent_at_once() -> None:
     """Else a busy machine would make each node read the whole image."""
     one = schedule(48)
     for now in (0.0, 20.0):
@@ -338,7 +342,7 @@ def test_moments_of_silence_of_all_peers_leave_none_out() -> None:
 
 
 @pytest.mark.parametrize("why", ["refused", "slow", "absent"])
-def test_failing_peer_is_backed_off_longer_each_time(why: Why) -> None:
+def test_schedule_waits_longer_after_each_failure_of_a_peer(why: Why) -> None:
     one = schedule(nodes=["a", "b"])
     waits, now = [], 0.0
     for _ in range(4):
@@ -351,7 +355,7 @@ def test_failing_peer_is_backed_off_longer_each_time(why: Why) -> None:
 
 
 @pytest.mark.parametrize(("has", "asked_again"), [(0, True), (everything(12), False)])
-def test_peer_is_backed_off_for_an_absent_chunk_that_it_announced(
+def test_schedule_backs_off_a_peer_after_its_announced_chunk_was_absent(
     has: int, asked_again: bool
 ) -> None:
     one = schedule(nodes=["a", "b"])
@@ -362,7 +366,7 @@ def test_peer_is_backed_off_for_an_absent_chunk_that_it_announced(
     assert (one.next_fetch(0.1) is not None) == asked_again
 
 
-def test_share_of_dead_node_is_read_by_its_stand_ins() -> None:
+def test_schedules_read_a_dead_nodes_share_once_by_its_stand_ins() -> None:
     read: dict[str, set[int]] = {}
     for place in range(1, 4):
         one = schedule(48, place=place)
@@ -396,7 +400,7 @@ def beside_a_late_node() -> tuple[ChunkSchedule, list[int]]:
     return one, [number for number in range(0, 96, 4) if one.ring.order(number)[1] == one.me]
 
 
-def test_share_of_a_late_node_is_read_after_the_own_and_from_its_end() -> None:
+def test_schedule_reads_a_late_nodes_share_last_and_from_its_end() -> None:
     """It reads from the front, once it begins: else both would read the same chunks."""
     one, of_late = beside_a_late_node()
     read = []
@@ -408,14 +412,14 @@ def test_share_of_a_late_node_is_read_after_the_own_and_from_its_end() -> None:
     assert read == [*range(1, 96, 4), *reversed(of_late)]
 
 
-def test_chunk_of_a_late_node_that_a_job_waits_for_is_read_at_once() -> None:
+def test_schedule_reads_a_wanted_chunk_of_a_late_node_at_once() -> None:
     one, of_late = beside_a_late_node()
     one.want([of_late[1], 3], [of_late[0]])
     assert of_late[1] in {ask.number for ask in all_of(one.next_read, 1.2)}
     assert not {3, *of_late[2:], of_late[0]} & {ask.number for ask in one.asks}
 
 
-def test_late_node_of_the_job_is_soon_heard_of() -> None:
+def test_schedule_queries_a_late_node_of_the_job_at_least_each_second() -> None:
     one = schedule()
     late, heard = others(one)[0], []
     for tenth in range(100):
@@ -425,7 +429,7 @@ def test_late_node_of_the_job_is_soon_heard_of() -> None:
     assert max(after - before for before, after in itertools.pairwise(heard)) < 1.0
 
 
-def test_offered_chunk_of_dead_node_is_not_read() -> None:
+def test_schedule_does_not_read_a_dead_nodes_chunk_that_another_peer_has() -> None:
     one = schedule(48, place=1)
     dead, alive = one.ring.nodes[0], one.ring.nodes[2]
     now = 0.0
@@ -457,7 +461,7 @@ def asked_of_second_peer() -> tuple[ChunkSchedule, ChunkTransfer, ChunkTransfer]
     return one, second, again
 
 
-def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
+def test_schedule_requests_a_slow_chunk_from_a_second_peer_and_takes_the_first_result() -> None:
     one, second, again = asked_of_second_peer()
     one.got(again, 1.1)
     assert one.obsolete(second)
@@ -465,7 +469,7 @@ def test_slow_chunk_is_asked_of_second_peer_and_first_to_come_counts() -> None:
     assert one.done
 
 
-def test_chunk_asked_twice_and_failed_once_is_not_asked_again() -> None:
+def test_schedule_does_not_repeat_one_of_two_requests_for_a_chunk_that_failed() -> None:
     one, second, again = asked_of_second_peer()
     one.failed(second, "silent", 1.0)
     assert one.next_fetch(1.0) is None
@@ -475,7 +479,7 @@ def test_chunk_asked_twice_and_failed_once_is_not_asked_again() -> None:
 
 
 @pytest.mark.parametrize("reading", [0.1, 0.6])
-def test_overdue_chunk_is_read_by_first_stand_in(
+def test_schedules_read_an_overdue_chunk_only_on_the_first_stand_in(
     reading: float,
 ) -> None:
     """Unless reading takes as long as that for whoever reads: then it would be read twice."""
@@ -493,7 +497,7 @@ def test_overdue_chunk_is_read_by_first_stand_in(
     assert readers == ([one.ring.order(0)[1]] if reading == 0.1 else [])
 
 
-def test_hanging_reader_at_the_end_is_replaced_by_one_node_only() -> None:
+def test_schedules_replace_a_hanging_reader_of_the_last_chunk_by_one_node() -> None:
     """Each ask of it is answered in time: "not yet"."""
     begun: dict[str, float] = {}
     for place in range(1, 8):
@@ -521,7 +525,7 @@ def test_hanging_reader_at_the_end_is_replaced_by_one_node_only() -> None:
     assert second > first_of_all + 0.5
 
 
-def test_silence_makes_each_node_read_another_chunk() -> None:
+def test_schedules_without_answers_read_a_different_chunk_on_each_node() -> None:
     picks = []
     for place in range(4):
         one = schedule(40, place=place)
@@ -538,7 +542,7 @@ def test_silence_makes_each_node_read_another_chunk() -> None:
     assert len(set(picks)) == 4
 
 
-def test_unreachable_peers_make_all_be_read_at_once() -> None:
+def test_schedule_reads_all_chunks_at_once_if_all_peers_are_unreachable() -> None:
     one = ChunkSchedule("key", NODES, "n0", range(40), MB)
     now = 0.0
     while not one.done:
@@ -569,7 +573,9 @@ def fail_as_far_as(one: ChunkSchedule, count: int, now: float) -> list[str]:
 
 
 @pytest.mark.parametrize(("refused", "alone"), [(7, False), (8, True)])
-def test_eight_unreachable_of_many_count_as_all(refused: int, alone: bool) -> None:
+def test_schedule_treats_eight_unreachable_peers_of_64_as_all_unreachable(
+    refused: int, alone: bool
+) -> None:
     one = many(64, answer=False)
     assert len(fail_as_far_as(one, refused, 0.5)) == refused
     read = {ask.number % 64 for ask in all_of(one.next_read, 0.5)}
@@ -577,7 +583,9 @@ def test_eight_unreachable_of_many_count_as_all(refused: int, alone: bool) -> No
 
 
 @pytest.mark.parametrize("whys", [["absent"], ["refused", "absent"]])
-def test_running_service_is_given_the_grace(whys: list[Why]) -> None:
+def test_schedule_reads_only_its_share_during_the_grace_of_a_running_service(
+    whys: list[Why],
+) -> None:
     one = schedule(nodes=["a", "b"])
     now = 0.0
     for why in whys:
@@ -589,7 +597,7 @@ def test_running_service_is_given_the_grace(whys: list[Why]) -> None:
     assert {ask.number % 2 for ask in read} == {one.ring.place[one.me]}
 
 
-def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
+def test_schedule_stops_reading_other_shares_at_the_first_answer_of_a_peer() -> None:
     one = many(64, answer=False)
     out = {one.me, *fail_as_far_as(one, 8, 0.5)}
     while True:  # until there is nothing left to read in the stead of these
@@ -602,7 +610,7 @@ def test_first_answer_of_a_peer_ends_reading_out_of_turn() -> None:
         assert one.next_read(now) is None
 
 
-def test_chunk_that_a_liar_gave_is_read_and_asked_of_nobody_else() -> None:
+def test_schedule_reads_invalidated_chunks_from_the_source_instead_of_fetching() -> None:
     """Others may have it from the same one."""
     one = schedule()
     settle(one)
@@ -621,7 +629,7 @@ def test_chunk_that_a_liar_gave_is_read_and_asked_of_nobody_else() -> None:
     assert not one.done
 
 
-def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
+def test_schedule_reads_an_invalidated_chunk_at_once_without_answers_of_peers() -> None:
     one = schedule()
     one.peer_has(others(one)[0], everything(12), 0.0)
     ask = one.next_fetch(0.0)
@@ -631,7 +639,7 @@ def test_struck_chunk_is_read_though_others_have_not_answered_yet() -> None:
     assert one.next_read(0.0) == ChunkTransfer(ask.number, SOURCE)
 
 
-def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
+def test_schedule_fetches_an_invalidated_chunk_from_peers_if_the_source_failed() -> None:
     one = schedule()
     settle(one)
     one.source_failed = True
@@ -641,7 +649,7 @@ def test_struck_chunk_is_asked_of_others_where_the_source_fails() -> None:
     assert 5 in {ask.number for ask in all_of(one.next_fetch, 5.2)}
 
 
-def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
+def test_schedule_reads_the_shares_of_peers_with_a_failed_source_at_once() -> None:
     """All but this one: what they should have read is not waited for, and each gets some of it."""
     one = schedule()
     settle(one)
@@ -656,7 +664,7 @@ def test_shares_of_peers_with_failed_source_are_read_at_once() -> None:
     assert not all_of(one.next_fetch, 1.2)
 
 
-def test_peer_with_recovered_source_is_waited_for() -> None:
+def test_schedule_waits_again_for_a_peer_after_its_source_recovered() -> None:
     one = schedule()
     settle(one)
     for source_failed in (True, False):
@@ -665,7 +673,7 @@ def test_peer_with_recovered_source_is_waited_for() -> None:
     assert {ask.number % 4 for ask in all_of(one.next_read, 1.2)} == {0}
 
 
-def test_own_share_with_failed_source_is_fetched_from_peers() -> None:
+def test_schedule_fetches_its_own_share_from_peers_if_its_source_failed() -> None:
     one = schedule()
     settle(one)
     ask = one.next_read(0.1)
@@ -679,7 +687,7 @@ def test_own_share_with_failed_source_is_fetched_from_peers() -> None:
             one.got(ask, 9.1)
 
 
-def test_copy_without_source_and_peers_is_hopeless_after_a_while() -> None:
+def test_schedule_is_hopeless_after_a_time_without_source_and_peers() -> None:
     one = schedule()
     ask = one.next_read(0.0) or one.next_read(one.policy.probe + 0.1)
     assert ask is not None
@@ -691,7 +699,7 @@ def test_copy_without_source_and_peers_is_hopeless_after_a_while() -> None:
 
 @given(st.integers(1, 5), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 1 << 32))
 @settings(max_examples=100, deadline=None)
-def test_random_failures_of_peers_leave_no_chunk_missing(
+def test_schedule_completes_all_chunks_despite_random_failures_of_peers(
     count: int, missing: set[int], seed: int
 ) -> None:
     """Peers do anything at any time; no chunk is lost, none is asked of one that is out."""
@@ -735,7 +743,7 @@ def alone(count: int = 12) -> ChunkSchedule:
     return greeted("key", ["me"], "me", range(count), 16 * MB, givers=("x",))
 
 
-def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
+def test_schedule_of_a_one_node_job_fetches_all_chunks_from_another_jobs_node() -> None:
     one = alone()
     (ask,) = all_of(one.next_fetch, 0.0)
     assert (ask.peer, one.wait(ask)) == ("x", 0.0)
@@ -751,14 +759,14 @@ def test_node_of_another_job_is_asked_at_once_and_then_for_all() -> None:
 
 
 @pytest.mark.parametrize("why", ["absent", "refused", "wrong"])
-def test_node_of_another_job_without_a_copy_costs_no_wait(why: Why) -> None:
+def test_schedule_soon_reads_the_source_if_another_jobs_node_has_no_copy(why: Why) -> None:
     one = alone()
     (ask,) = all_of(one.next_fetch, 0.0)
     one.failed(ask, why, 0.1)
     assert one.next_read(0.6) is not None
 
 
-def test_node_of_another_job_that_gives_nothing_is_not_waited_for() -> None:
+def test_schedule_reads_the_source_while_another_jobs_node_stalls() -> None:
     one = alone(40)
     for ask in all_of(one.next_fetch, 0.0):
         one.peer_has(ask.peer, everything(40), 0.1)
@@ -772,7 +780,7 @@ def test_node_of_another_job_that_gives_nothing_is_not_waited_for() -> None:
     assert one.next_read(4.2) is None, "it gives again"
 
 
-def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None:
+def test_schedule_fetches_the_own_share_from_another_jobs_node() -> None:
     one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
     settle(one)
     one.peer_has("x", everything(24), 1.2)
@@ -783,7 +791,7 @@ def test_nodes_of_a_job_each_take_their_share_from_the_node_of_another() -> None
     assert one.next_read(1.2) is None
 
 
-def test_node_of_another_job_that_is_out_reads_nothing_that_others_would_stand_in_for() -> None:
+def test_schedule_with_an_excluded_node_of_another_job_reads_only_stand_in_chunks() -> None:
     one = greeted("key", NODES, NODES[0], range(24), MB, givers=("x",))
     settle(one)
     for out in ("x", others(one)[0], "of a third job"):
@@ -797,7 +805,7 @@ def following(count: int = 12) -> ChunkSchedule:
     return greeted("key", ["me"], "me", range(count), MB, givers=("x",), leaders=("x",))
 
 
-def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
+def test_speculative_schedule_reads_nothing_while_its_leader_progresses() -> None:
     one = following()
     for has in range(12):
         one.peer_has("x", everything(has), has)
@@ -810,7 +818,7 @@ def test_copy_ahead_reads_nothing_while_its_leader_gets_on() -> None:
     assert one.done
 
 
-def test_copy_ahead_gives_its_leader_time_to_begin_and_reads_without_one() -> None:
+def test_speculative_schedule_reads_after_the_grace_if_its_leader_has_no_copy() -> None:
     one = following()
     now = 0.0
     while now < one.policy.grace:
@@ -821,7 +829,7 @@ def test_copy_ahead_gives_its_leader_time_to_begin_and_reads_without_one() -> No
     assert one.next_read(now) is not None
 
 
-def test_leader_that_begins_late_is_soon_heard_of() -> None:
+def test_speculative_schedule_queries_its_leader_at_least_each_second() -> None:
     one = following()
     heard = []
     for tenth in range(100):
@@ -832,7 +840,7 @@ def test_leader_that_begins_late_is_soon_heard_of() -> None:
 
 
 @pytest.mark.parametrize("how", ["stands still", "source", "refused", "wrong"])
-def test_copy_ahead_reads_when_its_leader_does_not_get_on(how: str) -> None:
+def test_speculative_schedule_reads_if_its_leader_stalls_or_fails(how: str) -> None:
     one = following()
     one.peer_has("x", 0b111, 0.0, source_failed=how == "source")
     for ask in all_of(one.next_fetch, 0.0):
@@ -849,7 +857,7 @@ def test_copy_ahead_reads_when_its_leader_does_not_get_on(how: str) -> None:
     assert (one.next_read(patience + 40) is None) == (how != "wrong"), "it gets on again"
 
 
-def test_copy_of_a_job_reads_beside_whoever_began_before() -> None:
+def test_schedule_of_a_jobs_copy_reads_beside_an_earlier_speculative_copy() -> None:
     one = greeted("key", ["me"], "me", range(12), MB, givers=("x",))
     one.peer_has("x", 0b11, 0.6)
     assert [ask.number for ask in all_of(one.next_read, 0.6)] == [11, 2]
@@ -861,7 +869,7 @@ def sharing(me: str) -> ChunkSchedule:
     return greeted("key", ["a", "b"], me, range(12), MB, givers=(other,))
 
 
-def test_nodes_that_copy_ahead_each_read_a_share_and_take_the_others() -> None:
+def test_speculative_schedules_of_two_nodes_each_read_a_share_and_fetch_the_rest() -> None:
     both = {me: sharing(me) for me in ("a", "b")}
     read: dict[str, list[int]] = {"a": [], "b": []}
     has = {"a": 0, "b": 0}
@@ -885,7 +893,7 @@ def test_nodes_that_copy_ahead_each_read_a_share_and_take_the_others() -> None:
     assert {len(its) for its in read.values()} == {6}
 
 
-def test_node_of_another_job_that_shares_the_reading_is_not_asked_all_the_time() -> None:
+def test_speculative_schedule_limits_its_requests_to_the_node_that_shares_the_reading() -> None:
     """It says at once that it has not read a chunk yet."""
     one = sharing("a")
     asks = 0
@@ -897,7 +905,7 @@ def test_node_of_another_job_that_shares_the_reading_is_not_asked_all_the_time()
     assert asks <= 25
 
 
-def test_node_that_shares_the_reading_and_is_gone_is_stood_in_for() -> None:
+def test_speculative_schedule_reads_the_share_of_a_node_that_is_gone() -> None:
     one = sharing("a")
     now = 0.0
     while not one.done:

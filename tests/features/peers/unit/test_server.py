@@ -73,7 +73,7 @@ def site(folder: Path, lines: str) -> NodePaths:
     return NodePaths(folder)
 
 
-def test_default_listens_at_the_nodes_own_nodeaddr(
+def test_peer_service_listens_at_the_nodes_nodeaddr_by_default(
     opened: list[socket.socket], port: int, tmp_path: Path
 ) -> None:
     text = "NodeName=DEFAULT CPUs=2\ninclude nodes.conf\nPartitionName=all Nodes=ALL\n"
@@ -84,7 +84,7 @@ def test_default_listens_at_the_nodes_own_nodeaddr(
     assert where(opened) == [("127.0.0.12", port)]
 
 
-def test_default_without_a_line_of_slurm_conf_listens_where_slurm_says(
+def test_peer_service_without_a_slurm_conf_line_listens_at_the_address_from_slurm(
     opened: list[socket.socket], port: int, tmp_path: Path
 ) -> None:
     """A cloud's or a dynamic node; then Slurm need not be asked again."""
@@ -100,7 +100,7 @@ def test_default_without_a_line_of_slurm_conf_listens_where_slurm_says(
 
 
 @pytest.mark.parametrize("nodeaddr", ["", " NodeAddr=localhost", " NodeAddr=no-such.invalid"])
-def test_nodeaddr_that_is_a_name_of_loopback_or_of_nothing_is_all_addresses(
+def test_peer_service_listens_on_all_addresses_if_nodeaddr_is_loopback_or_unresolvable(
     opened: list[socket.socket],
     port: int,
     tmp_path: Path,
@@ -114,7 +114,9 @@ def test_nodeaddr_that_is_a_name_of_loopback_or_of_nothing_is_all_addresses(
     assert "peer listens on all addresses" in capfd.readouterr().err
 
 
-def test_nodeaddr_of_no_interface_ends_as_a_wrong_configuration(port: int, tmp_path: Path) -> None:
+def test_peer_service_with_a_nodeaddr_of_no_interface_raises_config_error(
+    port: int, tmp_path: Path
+) -> None:
     """NAT: the unit does not start it again, and the line says what to set."""
     places = site(tmp_path, "NodeName=n1 NodeAddr=192.0.2.7\n")
     with pytest.raises(ConfigError) as caught:
@@ -122,7 +124,7 @@ def test_nodeaddr_of_no_interface_ends_as_a_wrong_configuration(port: int, tmp_p
     assert "peers.listen: is null, and other nodes find n1 at 192.0.2.7" in str(caught.value)
 
 
-def test_address_of_an_interface_that_comes_late_is_waited_for(
+def test_peer_service_waits_for_an_address_that_appears_later(
     opened: list[socket.socket], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = site(tmp_path, "NodeName=n1 NodeAddr=192.0.2.7\n")
@@ -137,7 +139,7 @@ def test_address_of_an_interface_that_comes_late_is_waited_for(
     assert where(opened) == [("127.0.0.16", port)]
 
 
-def test_pattern_of_the_site_says_where_to_listen(
+def test_peer_service_listens_at_the_address_of_the_sites_pattern(
     opened: list[socket.socket], port: int, tmp_path: Path
 ) -> None:
     places = site(tmp_path, "NodeName=n1 NodeAddr=127.0.0.11\n")
@@ -145,7 +147,7 @@ def test_pattern_of_the_site_says_where_to_listen(
     assert where(opened) == [("127.0.0.17", port)]
 
 
-def test_empty_listen_is_all_addresses_of_both_families(
+def test_empty_listen_key_opens_all_ipv4_and_ipv6_addresses(
     opened: list[socket.socket], port: int
 ) -> None:
     opened += listening.sockets_at(PeersSection(port=port), "n1", "")
@@ -156,27 +158,33 @@ def test_empty_listen_is_all_addresses_of_both_families(
     ("listen", "host"),
     [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("127.0.0.{node}", "127.0.0.3")],
 )
-def test_listen_with_address_is_that_address(
+def test_listen_key_with_an_address_opens_only_that_address(
     opened: list[socket.socket], port: int, listen: str, host: str
 ) -> None:
     opened += open_at(PeersSection(port=port, listen=listen), "3")
     assert where(opened) == [(host, port)]
 
 
-def test_listen_with_interface_is_all_its_addresses(opened: list[socket.socket], port: int) -> None:
+def test_listen_key_with_an_interface_binds_to_the_device(
+    opened: list[socket.socket], port: int
+) -> None:
     opened += open_at(PeersSection(port=port, listen="lo"))
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
     device = {one.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for one in opened}
     assert {name.rstrip(b"\0") for name in device} == {b"lo"}
 
 
-def test_port_is_that_of_own_address(opened: list[socket.socket], port: int) -> None:
+def test_peer_service_listens_on_the_port_of_its_address_pattern(
+    opened: list[socket.socket], port: int
+) -> None:
     peers = PeersSection(listen="127.0.0.1", address=f"{{node}}:{port}")
     opened += open_at(peers)
     assert where(opened) == [("127.0.0.1", port)]
 
 
-def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], port: int) -> None:
+def test_accepted_peer_connections_inherit_timeout_and_pacing_rate(
+    opened: list[socket.socket], port: int
+) -> None:
     opened += open_at(PeersSection(port=port, listen="127.0.0.1", bandwidth=1 << 20))
     client = socket.create_connection(("127.0.0.1", port))
     opened[0].setblocking(True)
@@ -187,7 +195,7 @@ def test_connections_inherit_timeout_and_pacing(opened: list[socket.socket], por
     assert (user_timeout, pacing) == (listening.USER_TIMEOUT, 1 << 20)
 
 
-def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
+def test_taken_port_raises_a_peer_error_and_leaves_no_socket_open(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerError) as caught:
             listening.sockets_at(PeersSection(port=port), "n1", "")
@@ -196,13 +204,13 @@ def test_taken_port_is_explained_and_leaves_nothing_open(port: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["192.0.2.1", "no-such-name.invalid"])
-def test_unknown_listen_is_explained(port: int, name: str) -> None:
+def test_unknown_listen_address_raises_an_error_naming_the_key(port: int, name: str) -> None:
     with pytest.raises(PeerError) as caught:
         open_at(PeersSection(port=port, listen=name))
     assert "peers.listen" in str(caught.value)
 
 
-def test_kernel_without_ipv6_serves_ipv4(
+def test_peer_service_listens_on_ipv4_if_the_kernel_has_no_ipv6(
     opened: list[socket.socket], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = socket.socket
@@ -239,7 +247,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_uploads_are_spaced_by_the_rate(slept: list[float]) -> None:
+def test_uploads_wait_as_long_as_the_rate_limit_requires(slept: list[float]) -> None:
     async def scene() -> list[bool]:
         pace = UploadRateLimit(10, Now())
         return [await pace.wait_turn(20, 110.0) for _ in range(3)]
@@ -248,7 +256,7 @@ def test_uploads_are_spaced_by_the_rate(slept: list[float]) -> None:
     assert slept == [0.0, 2.0, 4.0]
 
 
-def test_upload_that_is_late_is_refused_and_takes_no_room(
+def test_upload_that_would_miss_its_deadline_is_refused_and_uses_no_rate(
     slept: list[float],
 ) -> None:
     async def scene() -> list[bool]:
@@ -259,13 +267,13 @@ def test_upload_that_is_late_is_refused_and_takes_no_room(
     assert slept == [0.0, 2.0]
 
 
-def test_upload_without_rate_does_not_wait(slept: list[float]) -> None:
+def test_upload_without_a_rate_limit_does_not_wait(slept: list[float]) -> None:
     assert asyncio.run(UploadRateLimit(None, Now()).wait_turn(1 << 40, 0.0))
     assert slept == []
 
 
 @pytest.mark.parametrize(("error", "is_bad"), [(errno.EIO, True), (errno.ENOSPC, False)])
-def test_chunk_that_the_disk_does_not_give_begins_doubt(
+def test_io_error_while_serving_a_chunk_marks_the_disk_as_suspect(
     staging_node: Node, monkeypatch: pytest.MonkeyPatch, error: int, is_bad: bool
 ) -> None:
     async def fails(request: object) -> None:

@@ -27,7 +27,7 @@ def session(now: float = 0.0, secret: bytes | None = None) -> ClientSession:
 
 
 @given(st.lists(st.integers(0, 50)))
-def test_request_number_is_new_once_in_any_order(counters: list[int]) -> None:
+def test_session_counter_is_new_once_in_any_order(counters: list[int]) -> None:
     one = session()
     seen: set[int] = set()
     for counter in counters:
@@ -35,7 +35,7 @@ def test_request_number_is_new_once_in_any_order(counters: list[int]) -> None:
         seen.add(counter)
 
 
-def test_huge_request_number_costs_no_memory_and_makes_older_ones_used() -> None:
+def test_huge_session_counter_keeps_the_window_small_and_expires_older_counters() -> None:
     one = session()
     assert one.is_new(WINDOW)
     assert not one.is_new(0)
@@ -45,7 +45,9 @@ def test_huge_request_number_costs_no_memory_and_makes_older_ones_used() -> None
     assert not one.is_new(3)
 
 
-def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str]) -> None:
+def test_idle_session_expires_with_a_log_line_and_a_used_session_stays(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     held = SessionTable()
     idle, used = session(0.0), session(0.0)
     for one in (idle, used):
@@ -61,7 +63,7 @@ def test_idle_session_ends_and_used_one_stays(capfd: pytest.CaptureFixture[str])
     )
 
 
-def test_secret_used_again_opens_no_second_session() -> None:
+def test_second_session_with_the_same_secret_is_refused() -> None:
     held = SessionTable()
     held.add(session(secret=b"s"))
     with pytest.raises(BadCredential):
@@ -98,7 +100,7 @@ def cut(lines: dict[str, Line]) -> set[str]:
     return {name for name, line in lines.items() if line.aborted}
 
 
-def test_connection_unproven_for_long_is_cut() -> None:
+def test_connection_unproven_for_too_long_is_closed() -> None:
     held = UnprovenConnections()
     lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
     for name in ("known", "gone", "never seen"):
@@ -109,7 +111,9 @@ def test_connection_unproven_for_long_is_cut() -> None:
     assert (cut(lines), len(held)) == ({"early"}, 1)
 
 
-def test_too_many_unproven_connections_cut_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_unproven_connections_are_closed_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sessions, "MAX_UNPROVEN", 2)
     held = UnprovenConnections()
     lines = made(held, "known")

@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run/peer.json"
 
 
-def test_flushed_counts_can_be_read(file: Path) -> None:
+def test_flushed_upload_counts_are_read_back(file: Path) -> None:
     counted = UploadCountWriter(file, since=5.0)
     counted.session_opened()
     counted.uploaded("a", 100)
@@ -35,7 +35,7 @@ def test_flushed_counts_can_be_read(file: Path) -> None:
     assert file.stat().st_mode & 0o022 == 0
 
 
-def test_unchanged_counts_are_not_written_again(file: Path) -> None:
+def test_unchanged_upload_counts_are_not_written_again(file: Path) -> None:
     counted = UploadCountWriter(file, since=5.0)
     counted.flush()
     before = file.stat().st_ino
@@ -46,7 +46,7 @@ def test_unchanged_counts_are_not_written_again(file: Path) -> None:
     assert file.stat().st_ino != before
 
 
-def test_bytes_by_key_are_kept_for_the_last_keys(file: Path) -> None:
+def test_upload_bytes_by_key_are_kept_for_the_most_recent_keys(file: Path) -> None:
     counted = UploadCountWriter(file, since=5.0)
     for number in range(KEYS + 10):
         counted.uploaded("steady", 1)
@@ -58,7 +58,9 @@ def test_bytes_by_key_are_kept_for_the_last_keys(file: Path) -> None:
     assert (found.of("steady"), found.of(f"{KEYS + 9}"), found.of("0")) == (KEYS + 10, 2, 0)
 
 
-def test_many_refusals_are_one_log_line(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_many_refused_peer_requests_give_one_log_line(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     counted = UploadCountWriter(file, since=5.0)
     for number in range(1000):
         counted.refused("10.0.0.9", f"line\nbreak {number}")
@@ -80,7 +82,9 @@ def test_many_refusals_are_one_log_line(file: Path, capfd: pytest.CaptureFixture
     ],
     ids=["missing", "cut", "fifo", "dangling", "directory"],
 )
-def test_missing_or_damaged_counts_are_none(file: Path, make: Callable[[Path], None]) -> None:
+def test_missing_or_damaged_upload_counts_file_is_none(
+    file: Path, make: Callable[[Path], None]
+) -> None:
     file.parent.mkdir()
     make(file)
     assert read(file) is None
@@ -92,7 +96,9 @@ VALUE = st.integers(-(1 << 50), 1 << 50) | st.text() | st.none()
 @given(st.dictionaries(st.sampled_from(UploadCounts.__struct_fields__), VALUE))
 @example({"since": float("inf")})
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_values_are_counts_or_damage(tmp_path: Path, values: dict[str, object]) -> None:
+def test_upload_counts_file_with_any_values_is_read_or_none(
+    tmp_path: Path, values: dict[str, object]
+) -> None:
     file = tmp_path / "peer.json"
     file.write_bytes(json.dumps(values).replace("Infinity", "1e999").encode())
     found = read(file)

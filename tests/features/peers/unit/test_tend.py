@@ -13,7 +13,7 @@ from forestage.features.peers import tend
 from forestage.paths import NodePaths
 
 
-def test_list_of_nodes_is_a_part_of_its_own_once_it_is_due(tmp_path: Path) -> None:
+def test_tend_runs_the_node_list_query_as_a_separate_part_with_peers_on(tmp_path: Path) -> None:
     config = Config(peers=PeersSection(enabled=True))
     (found,) = tend.each_minute(TendFacts(NodePaths(tmp_path), Clock(), config, False))
     assert found.command == ("sweep", "--quiet", "--only", "nodes")

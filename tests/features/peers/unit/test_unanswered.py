@@ -12,7 +12,7 @@ from forestage.features.peers.unanswered import LASTS
 from forestage.paths import NodePaths
 
 
-def test_silence_of_a_node_counts_for_minutes(tmp_path: Path) -> None:
+def test_silent_record_of_a_node_expires_after_its_lifetime(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     assert not unanswered.is_silent(places, "n1", 50.0)
     unanswered.note_silence(places, "n1", 50.0)
@@ -22,7 +22,7 @@ def test_silence_of_a_node_counts_for_minutes(tmp_path: Path) -> None:
     assert not unanswered.is_silent(places, "n2", 50.0)
 
 
-def test_answer_ends_the_silence_of_a_node(tmp_path: Path) -> None:
+def test_answer_deletes_the_silent_record_of_a_node(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     for node in ("n1", "n2"):
         unanswered.note_silence(places, node, 50.0)
@@ -31,7 +31,7 @@ def test_answer_ends_the_silence_of_a_node(tmp_path: Path) -> None:
     assert unanswered.read_silent(places, 50.0) == {"n2"}
 
 
-def test_few_silent_nodes_are_remembered_and_old_ones_give_way(
+def test_silent_records_are_limited_and_expired_records_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unanswered, "MOST", 2)
@@ -46,7 +46,7 @@ def test_few_silent_nodes_are_remembered_and_old_ones_give_way(
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../../etc/passwd", "-n", "n" * 64])
-def test_name_that_is_no_node_is_not_remembered(tmp_path: Path, name: str) -> None:
+def test_silent_record_is_not_written_for_an_invalid_node_name(tmp_path: Path, name: str) -> None:
     places = NodePaths(tmp_path)
     unanswered.note_silence(places, name, 50.0)
     unanswered.note_answer(places, name)
@@ -54,7 +54,7 @@ def test_name_that_is_no_node_is_not_remembered(tmp_path: Path, name: str) -> No
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_memory_that_is_spoilt_is_none(tmp_path: Path) -> None:
+def test_damaged_silent_records_are_ignored_and_replaced(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     unanswered.note_silence(places, "n1", 50.0)
     (places.unanswered / "n1").write_text("")

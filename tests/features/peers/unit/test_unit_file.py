@@ -14,11 +14,11 @@ def values(name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
 
 
-def test_service_with_a_wrong_configuration_is_not_started_again() -> None:
+def test_peer_unit_does_not_restart_after_exit_status_usage_or_config() -> None:
     (codes,) = values("RestartPreventExitStatus")
     assert {int(code) for code in codes.split()} == {ExitStatus.USAGE, ExitStatus.CONFIG}
 
 
-def test_directory_of_the_hooks_is_made_as_closed_as_by_tmpfiles() -> None:
+def test_peer_unit_creates_its_runtime_directory_with_mode_0711() -> None:
     """Which the unit makes where tmpfiles.d did not."""
     assert values("RuntimeDirectoryMode") == ["0711"]

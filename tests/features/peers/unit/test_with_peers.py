@@ -174,14 +174,16 @@ def share(me: str = "a") -> set[int]:
     return {number for number in range(COUNT) if ring.reader(number) == me}
 
 
-def test_source_is_not_read_where_peers_have_all(pair: Pair, patient: None) -> None:
+def test_peer_copy_reads_no_source_if_peers_have_all_chunks(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE
     pair.check()
     assert not pair.read
 
 
-def test_what_the_kernel_will_parse_comes_from_no_peer(pair: Pair, patient: None) -> None:
+def test_peer_copy_never_fetches_the_chunks_with_file_system_metadata(
+    pair: Pair, patient: None
+) -> None:
     pair.source = msgspec.structs.replace(pair.source, own=CHUNK + 1)
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE - 2 * CHUNK
@@ -190,7 +192,7 @@ def test_what_the_kernel_will_parse_comes_from_no_peer(pair: Pair, patient: None
     assert not {0, 1} & {number for _, number in fake.asked}
 
 
-def test_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: None) -> None:
+def test_peer_copy_reads_its_own_share_and_fetches_the_rest(pair: Pair, patient: None) -> None:
     mine = sum(1 << number for number in share())
     fake = Fake(pair.data, everything() & ~mine)
     from_others = pair.copy(fake)
@@ -200,7 +202,9 @@ def test_own_share_is_read_and_the_rest_comes_from_others(pair: Pair, patient: N
 
 
 @pytest.mark.parametrize("why", ["refused", "silent", "wrong", "slow"])
-def test_bytes_are_right_whatever_one_peer_does(pair: Pair, patient: None, why: Why) -> None:
+def test_peer_copy_has_the_sources_bytes_if_one_peer_fails(
+    pair: Pair, patient: None, why: Why
+) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["c"] = why
     pair.copy(fake)
@@ -210,7 +214,7 @@ def test_bytes_are_right_whatever_one_peer_does(pair: Pair, patient: None, why: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_copy_of_which_a_thread_died_of_something_unforeseen_fails_and_ends(
+def test_peer_copy_fails_instead_of_hanging_if_one_of_its_threads_dies(
     pair: Pair, patient: None
 ) -> None:
     """The others would wait for ever for what that thread was bringing."""
@@ -226,7 +230,9 @@ def test_copy_of_which_a_thread_died_of_something_unforeseen_fails_and_ends(
 
 
 @pytest.mark.parametrize("why", ["refused", "wrong"])
-def test_source_is_read_whole_where_no_peer_is_of_use(pair: Pair, why: Why) -> None:
+def test_peer_copy_reads_the_whole_source_if_all_peers_refuse_or_give_wrong_bytes(
+    pair: Pair, why: Why
+) -> None:
     fake = Fake(pair.data, everything())
     fake.bad = dict.fromkeys("bcd", why)
     assert pair.copy(fake) == 0
@@ -236,7 +242,7 @@ def test_source_is_read_whole_where_no_peer_is_of_use(pair: Pair, why: Why) -> N
     )
 
 
-def test_source_that_fails_here_does_no_harm_where_others_have_all(
+def test_peer_copy_with_an_unreadable_source_is_completed_from_peers(
     pair: Pair, patient: None
 ) -> None:
     def fail(number: int) -> None:
@@ -255,7 +261,7 @@ def test_source_that_fails_here_does_no_harm_where_others_have_all(
     pair.check()
 
 
-def test_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
+def test_peer_copy_of_a_truncated_source_raises_source_truncated(pair: Pair) -> None:
     def cut(number: int) -> None:
         raise SourceTruncated("/lustre/a")
 
@@ -264,7 +270,7 @@ def test_source_that_is_being_changed_ends_the_copy(pair: Pair) -> None:
         pair.copy(Fake(pair.data, 0))
 
 
-def test_full_disk_ends_the_copy_and_no_peer_is_blamed(pair: Pair, monkeypatch: Patch) -> None:
+def test_peer_copy_on_a_full_disk_raises_the_write_error(pair: Pair, monkeypatch: Patch) -> None:
     def full(fd: int, start: int, data: memoryview) -> None:
         raise OSError(28, "full")
 
@@ -274,7 +280,9 @@ def test_full_disk_ends_the_copy_and_no_peer_is_blamed(pair: Pair, monkeypatch: 
     assert pair.part.digests().strip(b"\0") == b""
 
 
-def test_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
+def test_stopped_peer_copy_is_resumed_with_only_its_missing_chunks(
+    pair: Pair, patient: None
+) -> None:
     stop = threading.Event()
     fake = Fake(pair.data, everything())
 
@@ -293,7 +301,7 @@ def test_copy_that_is_stopped_can_be_resumed(pair: Pair, patient: None) -> None:
     assert {number for _, number in again.asked} == set(left)
 
 
-def test_holes_are_neither_read_nor_fetched(tmp_path: Path, pair: Pair) -> None:
+def test_peer_copy_neither_reads_nor_fetches_holes(tmp_path: Path, pair: Pair) -> None:
     os.truncate(tmp_path / "source", 0)
     os.truncate(tmp_path / "source", SIZE)
     pair.data = bytes(SIZE)
@@ -307,7 +315,7 @@ def run_of(pair: Pair, fake: Fake) -> with_peers.PeerCopy:
     return with_peers.PeerCopy(pair.source, pair.part, TUNING, threading.Event(), fake)
 
 
-def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None:
+def test_late_wrong_piece_of_a_slow_peer_does_not_overwrite_a_complete_chunk(pair: Pair) -> None:
     """The slow liar has begun to write when another ask brings the chunk; then it goes on."""
     fake = Fake(pair.data, everything())
     run = run_of(pair, fake)
@@ -340,7 +348,7 @@ def test_late_wrong_piece_never_goes_over_a_chunk_that_is_in(pair: Pair) -> None
     assert run.from_peers == CHUNK
 
 
-def test_second_ask_writes_nothing_before_it_is_whole(pair: Pair) -> None:
+def test_second_transfer_of_a_chunk_writes_nothing_before_its_digest_matches(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.bad["b"] = "wrong"
     run = run_of(pair, fake)
@@ -387,7 +395,9 @@ def copy_for(readers: Noting, pair: Pair, fake: Fake) -> None:
     )
 
 
-def test_readers_see_a_peers_bytes_only_once_they_are_proven(pair: Pair, patient: None) -> None:
+def test_arrival_map_shows_a_peers_chunk_only_after_its_digest_matched(
+    pair: Pair, patient: None
+) -> None:
     mine = sum(1 << number for number in share())
     readers, fake = Noting(pair.part), Fake(pair.data, everything() & ~mine)
     copy_for(readers, pair, fake)
@@ -396,7 +406,9 @@ def test_readers_see_a_peers_bytes_only_once_they_are_proven(pair: Pair, patient
     assert set(readers.early) >= share()
 
 
-def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: None) -> None:
+def test_arrival_map_drops_a_chunk_of_a_failed_read_before_a_peer_writes_the_chunk(
+    pair: Pair, patient: None
+) -> None:
     def fail(number: int) -> None:
         raise SourceUnreadable("/lustre/a", OSError(5, "broken"))
 
@@ -416,7 +428,7 @@ def test_readers_forget_a_chunk_before_others_may_write_it(pair: Pair, patient: 
     assert set(readers.forgotten) >= set(pair.read)  # and what a second ask brings, if any
 
 
-def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
+def test_arrival_map_drops_a_partly_read_chunk_before_a_peer_writes_the_chunk(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     real_policy, real_peer_has = with_peers.policy, ChunkSchedule.peer_has
@@ -461,7 +473,7 @@ def test_readers_forget_what_was_read_of_a_chunk_before_a_peer_may_write_it(
     assert not unforgotten
 
 
-def test_bytes_from_peers_are_noted_meanwhile(pair: Pair, patient: None) -> None:
+def test_peer_copy_records_its_bytes_from_peers_while_running(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     seen: list[int] = []
     fake.before = lambda peer, number: seen.append(pair.part.of_peers())
@@ -479,7 +491,7 @@ def marked(readers: Noting, number: int) -> bool:
     return number in readers.arrivals
 
 
-def test_chunk_that_is_not_the_sources_never_counts(
+def test_chunk_that_differs_from_the_source_is_rejected_and_its_peer_logged(
     pair: Pair, patient: None, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sample(monkeypatch, *range(COUNT))
@@ -491,7 +503,7 @@ def test_chunk_that_is_not_the_sources_never_counts(
     assert "peer=c gave wrong bytes (chunk" in capfd.readouterr().err
 
 
-def test_what_a_liar_gave_before_it_was_found_out_is_read_again(
+def test_earlier_chunks_of_a_peer_with_wrong_bytes_are_read_again_from_the_source(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     """Whatever other peers have by then: they may have got it from the same one."""
@@ -525,7 +537,9 @@ real_next_read = ChunkSchedule.next_read
 
 
 @pytest.mark.parametrize("liar_first", [True, False])
-def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> None:
+def test_source_read_decides_which_of_two_peers_gave_wrong_bytes(
+    pair: Pair, liar_first: bool
+) -> None:
     fake = Fake(pair.data, everything())
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
@@ -547,7 +561,7 @@ def test_source_decides_between_two_digests(pair: Pair, liar_first: bool) -> Non
     run.close()
 
 
-def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> None:
+def test_own_late_read_of_a_chunk_exposes_the_peer_that_gave_wrong_bytes(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
@@ -561,7 +575,7 @@ def test_chunk_that_this_node_reads_late_finds_out_who_gave_it(pair: Pair) -> No
     assert (run.liars, 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
 
 
-def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> None:
+def test_late_chunk_of_a_peer_known_for_wrong_bytes_is_discarded(pair: Pair) -> None:
     fake = Fake(pair.data, everything())
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
@@ -574,7 +588,7 @@ def test_chunk_of_a_known_liar_that_comes_late_does_not_count(pair: Pair) -> Non
     assert 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
 
 
-def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
+def test_wrong_chunk_invalidates_all_chunks_of_its_reader_from_any_giver(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     """b and c each gave chunks that x had read, and d some that it read itself; c's is wrong."""
@@ -601,7 +615,7 @@ def test_wrong_chunk_strikes_all_that_its_reader_read_whoever_gave_it(
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_notice_of_wrong_chunks_strikes_them_before_the_copy_is_whole(
+def test_notice_of_wrong_bytes_invalidates_the_readers_chunks_before_the_copy_completes(
     pair: Pair, patient: None, monkeypatch: Patch, last: bool
 ) -> None:
     """Of all that x has read, which came by b, and of nothing else. It is read from the source."""
@@ -636,7 +650,7 @@ def bring(run: with_peers.PeerCopy, number: int, peer: str) -> None:
     run._bring(with_peers.ChunkTransfer(number, peer), reading.allocate_piece_buffer(CHUNK), False)
 
 
-def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(
+def test_copy_from_another_jobs_node_is_compared_with_the_source_and_recorded_as_compared(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     drawn = {0: [(0, 4096)]}
@@ -652,7 +666,7 @@ def test_copy_from_another_jobs_node_is_compared_and_then_may_go_on(
 
 
 @pytest.mark.parametrize("trouble", ["the source fails", "nothing is drawn"])
-def test_copy_that_was_not_compared_never_goes_on_to_other_jobs(
+def test_copy_that_was_not_compared_with_the_source_gives_other_jobs_no_chunk(
     pair: Pair, patient: None, monkeypatch: Patch, trouble: str
 ) -> None:
     def fail(number: int) -> None:
@@ -673,7 +687,7 @@ def alone(pair: Pair, *givers: str) -> Fake:
     return fake
 
 
-def test_readers_see_a_peers_chunk_only_once_the_source_has_agreed(
+def test_arrival_map_shows_a_sampled_chunk_only_after_comparison_with_the_source(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     sample(monkeypatch, *range(COUNT))
@@ -685,7 +699,7 @@ def test_readers_see_a_peers_chunk_only_once_the_source_has_agreed(
     assert shown == dict.fromkeys(range(COUNT), False)
 
 
-def test_source_that_cannot_be_read_decides_nothing(
+def test_unreadable_source_rejects_no_sampled_chunks_of_peers(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
     def fail(number: int) -> None:
@@ -697,7 +711,7 @@ def test_source_that_cannot_be_read_decides_nothing(
     pair.check()
 
 
-def test_no_thread_ends_while_a_chunk_may_have_to_be_read_again(pair: Pair) -> None:
+def test_copy_thread_waits_for_running_transfers_and_reads_an_invalidated_chunk(pair: Pair) -> None:
     run = run_of(pair, Fake(pair.data, 0))
     run.schedule.missing, run.schedule._unasked, run.bringing = 0, 0, 1
     ended: list[object] = []

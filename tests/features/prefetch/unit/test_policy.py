@@ -50,7 +50,7 @@ def test_expected_starts_of_a_job_are_its_share_of_the_partitions_nodes() -> Non
     assert likely([pending(2)], {"p": 8}) == (ExpectedStarts("p", "a", ALICE, 0.25),)
 
 
-def test_expected_starts_of_jobs_with_the_same_image_add_up_beyond_one() -> None:
+def test_expected_starts_of_jobs_with_the_same_image_add_up_to_more_than_1() -> None:
     assert starts(likely([pending(4)] * 3, {"p": 4}, PrefetchRules(late=1))) == {"a": 3.0}
 
 
@@ -59,9 +59,7 @@ def test_expected_starts_are_halved_for_each_full_partition_queued_before_the_jo
     assert starts(found) == {"a": 1.0, "b": 0.5, "c": 0.25}
 
 
-def test_expected_starts_of_others_are_reduced_by_two_partitions_of_one_users_jobs_at_most() -> (
-    None
-):
+def test_one_users_jobs_reduce_other_expected_starts_by_two_partitions_at_most() -> None:
     crowd = [pending(4, "a")] * 50
     found = likely([*crowd, pending(4, "b", user=BOB), pending(4, "c")], {"p": 4})
     assert starts(found)["b"] == 0.25

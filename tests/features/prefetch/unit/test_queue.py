@@ -91,7 +91,7 @@ def test_pending_jobs_images_are_read_from_comment_and_admin_comment_without_dup
         "",
     ],
 )
-def test_pending_job_whose_comment_names_no_image_file_is_ignored(comment: str) -> None:
+def test_pending_job_without_an_image_file_in_its_comment_is_ignored(comment: str) -> None:
     assert parse(line(comment)) == PendingJobQueue((), (("no image", 1),), 1)
 
 

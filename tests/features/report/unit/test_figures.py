@@ -100,7 +100,7 @@ def test_report_sums_saved_time_for_each_user_image_partition_and_node() -> None
     assert tally.saved - tally.lost == found.all.saved, "as in the metrics"
 
 
-def test_report_counts_saved_time_of_a_step_whose_prolog_started_the_copy() -> None:
+def test_report_counts_saved_time_of_a_step_after_its_prolog_started_the_copy() -> None:
     """As `explain` shows it: the step found all of it here, and its copy was measured."""
     started = RequestOutcome("started", image=PATH, key=PATH, size=GIB, redirect="spank")
     step = hit(wait=0.5, redirect="spank")
@@ -257,7 +257,7 @@ def test_report_window_includes_its_start_and_excludes_its_end() -> None:
     assert (found.total.hit, found.outside_window, found.events) == (2, 2, 2)
 
 
-def test_step_whose_prolog_was_before_the_window_counts_as_no_start() -> None:
+def test_step_after_a_prolog_before_the_window_counts_as_no_start() -> None:
     runs = (event("prolog", MINE, at=-5), event("step", hit(redirect="kept"), at=5))
     found = reported(*runs, window=reports.TimeWindow(since=THEN))
     assert found.total.tried + found.total.excluded == 0
