@@ -107,7 +107,7 @@ def image(background: Background) -> Path:
     return path
 
 
-def test_first_prolog_of_a_node_reads_the_configuration_and_ends(background: Background) -> None:
+def test_first_prolog_of_a_node_detaches_before_opening_the_image(background: Background) -> None:
     """What it looks for may lie on a file server that hangs."""
     node = background.node
     path = node.put("alice/image.sqsh")
@@ -121,7 +121,9 @@ def test_first_prolog_of_a_node_reads_the_configuration_and_ends(background: Bac
     assert node.outcomes("prolog", 7)[0].result == "started"
 
 
-def test_prolog_ends_before_it_takes_a_lease(background: Background, image: Path) -> None:
+def test_prolog_script_ends_before_its_detached_process_writes_the_lease(
+    background: Background, image: Path
+) -> None:
     node = background.node
     with background.held_up():
         assert background.prolog(image) == "", "what it says goes to the log"
@@ -136,7 +138,9 @@ def test_prolog_ends_before_it_takes_a_lease(background: Background, image: Path
     assert background.left() == []
 
 
-def test_prolog_goes_by_the_configuration_as_it_is_now(background: Background, image: Path) -> None:
+def test_prolog_detaches_or_stays_by_the_current_configuration(
+    background: Background, image: Path
+) -> None:
     node = background.node
     node.configure(redirect="spank", cold="shared", max_stage_wait="1m")
     with background.held_up():
@@ -149,7 +153,7 @@ def test_prolog_goes_by_the_configuration_as_it_is_now(background: Background, i
     assert "reason=disabled" in background.prolog(image)
 
 
-def test_prolog_stays_once_the_companion_is_in_no_file_that_plugstack_includes(
+def test_prolog_does_not_detach_once_plugstack_no_longer_includes_the_companion(
     background: Background, image: Path
 ) -> None:
     """It binds then: what is out of date has to go before the job starts."""
@@ -168,7 +172,7 @@ def test_prolog_stays_once_the_companion_is_in_no_file_that_plugstack_includes(
 
 
 @pytest.mark.parametrize("asked", ["comment", "option"])
-def test_step_waits_for_what_the_prolog_finds(
+def test_step_waits_for_the_images_of_the_detached_prolog(
     background: Background, image: Path, asked: str
 ) -> None:
     """It names no image, and would not know what the comment says, or the option."""
@@ -182,7 +186,7 @@ def test_step_waits_for_what_the_prolog_finds(
     assert f"also\tuse\t{entry}\t{image}\t" in said
 
 
-def test_step_that_is_faster_than_the_prolog_hears_of_a_bad_hint(
+def test_step_that_waited_for_the_detached_prolog_reports_a_bad_hint(
     background: Background, image: Path
 ) -> None:
     with background.held_up():
@@ -193,7 +197,7 @@ def test_step_that_is_faster_than_the_prolog_hears_of_a_bad_hint(
     assert "unknown hint stage-wiat=" in background.ended(step)
 
 
-def test_step_of_a_prolog_that_was_killed_does_all_itself(
+def test_step_stages_the_image_if_the_detached_prolog_was_killed(
     background: Background, image: Path
 ) -> None:
     with background.held_up():
@@ -210,7 +214,7 @@ def test_step_of_a_prolog_that_was_killed_does_all_itself(
 
 
 @pytest.mark.parametrize("comment", [None, "stage=/nowhere/else"])
-def test_epilog_ends_the_prolog_that_still_works(
+def test_epilog_kills_a_detached_prolog_that_still_runs(
     background: Background, image: Path, comment: str | None
 ) -> None:
     """Of a job that is over before its Prolog has taken a lease."""
@@ -225,9 +229,7 @@ def test_epilog_ends_the_prolog_that_still_works(
     assert background.node.outcomes("prolog", 7) == ()
 
 
-def test_epilog_tidies_up_after_a_prolog_that_was_killed(
-    background: Background, image: Path
-) -> None:
+def test_epilog_removes_all_files_of_a_killed_prolog(background: Background, image: Path) -> None:
     with background.held_up():
         background.prolog(image, f"stage={image}")
         os.kill(background.worker(), signal.SIGKILL)
@@ -235,7 +237,7 @@ def test_epilog_tidies_up_after_a_prolog_that_was_killed(
     assert background.left() == []
 
 
-def test_second_prolog_of_a_job_leaves_the_work_to_the_first(
+def test_second_prolog_of_a_job_starts_no_second_detached_process(
     background: Background, image: Path
 ) -> None:
     with background.held_up():
@@ -249,7 +251,7 @@ def test_second_prolog_of_a_job_leaves_the_work_to_the_first(
     until(lambda: len(background.node.outcomes("prolog", 7)) == 2, "a Prolog after it")
 
 
-def test_job_that_runs_again_is_not_mistaken_for_the_one_before(
+def test_prolog_of_a_requeued_job_detaches_while_the_first_runs_prolog_still_works(
     background: Background, image: Path
 ) -> None:
     """Its Prolog comes after an Epilog which could not wait for the end of the first."""
@@ -265,7 +267,7 @@ def test_job_that_runs_again_is_not_mistaken_for_the_one_before(
 
 
 @pytest.mark.parametrize("hint", ["stage=/etc/passwd", "the 2nd stage"])
-def test_comment_that_names_nothing_costs_later_steps_no_helper(
+def test_comment_without_a_usable_image_starts_no_helper_in_later_steps(
     background: Background, image: Path, hint: str
 ) -> None:
     background.node.configure(redirect="spank", cold="shared", user_messages="none")
@@ -275,7 +277,7 @@ def test_comment_that_names_nothing_costs_later_steps_no_helper(
     assert not background.node.leases.hints(7).exists()
 
 
-def test_cold_image_is_copied_when_the_script_has_ended_long_ago(
+def test_cold_image_is_copied_after_the_prolog_script_has_ended(
     background: Background, image: Path
 ) -> None:
     node = background.node
@@ -286,7 +288,7 @@ def test_cold_image_is_copied_when_the_script_has_ended_long_ago(
     assert node.cache.image(key).read_bytes() == content(2)
 
 
-def test_nothing_is_forked_where_that_fails(
+def test_prolog_stages_in_the_foreground_if_fork_fails(
     background: Background, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script does its work itself, and the mark goes."""
@@ -318,7 +320,7 @@ def once(first: Callable[[], int], then: Callable[[], int]) -> Callable[[], int]
     return lambda: next(calls, then)()
 
 
-def test_hook_reads_slurm_conf_once_for_all_that_it_takes_from_it(
+def test_prolog_reads_each_file_of_slurm_conf_once(
     background: Background, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prolog: limits, the companion, and which files say that it is loaded."""

@@ -71,7 +71,9 @@ def lines(node: Node, kind: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("said", [YES, {}], ids=["step", "site"])
-def test_image_in_a_home_that_is_mounted_stays_as_it_is(node: Node, home: Said, said: Said) -> None:
+def test_image_in_a_home_that_containers_mount_is_not_served(
+    node: Node, home: Said, said: Said
+) -> None:
     path = node.put("alice/image.sqsh")
     if not said:
         set_enroot(node, "ENROOT_MOUNT_HOME  yes\n")
@@ -81,14 +83,14 @@ def test_image_in_a_home_that_is_mounted_stays_as_it_is(node: Node, home: Said, 
 
 
 @pytest.mark.parametrize("setting", ["ENROOT_MOUNT_HOME no", "#ENROOT_MOUNT_HOME yes", ""])
-def test_image_in_a_home_that_is_not_mounted_is_served(
+def test_image_in_a_home_that_containers_do_not_mount_is_served(
     node: Node, home: Said, setting: str
 ) -> None:
     set_enroot(node, setting)
     assert answer_to(node, node.put("alice/image.sqsh"), home)[0] == "use"
 
 
-def test_step_that_wants_no_home_is_served_and_no_further_one_by_its_word(
+def test_step_without_home_mount_is_served_and_leaves_no_record_for_other_steps(
     node: Node, home: Said
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -98,12 +100,12 @@ def test_step_that_wants_no_home_is_served_and_no_further_one_by_its_word(
     assert answer_to(node, path, home) == LEAVE
 
 
-def test_image_elsewhere_is_served_with_a_home(node: Node, home: Said) -> None:
+def test_image_outside_the_mounted_home_is_served(node: Node, home: Said) -> None:
     assert answer_to(node, node.put("images/image.sqsh"), home | YES)[0] == "use"
     assert answer_to(node, node.put("alice2/image.sqsh"), home | YES)[0] == "use"
 
 
-def test_home_that_is_a_link_is_followed(node: Node) -> None:
+def test_image_below_a_mounted_home_that_is_a_symlink_is_not_served(node: Node) -> None:
     node.configure(redirect="spank")
     path, link = node.put("alice/image.sqsh"), node.places.root / "home"
     link.symlink_to(path.parent)
@@ -133,7 +135,7 @@ def test_home_that_is_a_link_is_followed(node: Node) -> None:
         ("/mnt//shared/ /data none bind", LEAVE),
     ],
 )
-def test_directory_that_all_containers_bind_holds_no_redirect(
+def test_image_below_a_directory_in_the_sites_enroot_fstab_is_not_served(
     node: Node, home: Said, line: str, said: list[str]
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -143,7 +145,7 @@ def test_directory_that_all_containers_bind_holds_no_redirect(
 
 
 @pytest.mark.parametrize("redirected", ["bind", "spank"])
-def test_prolog_knows_the_home_by_the_uid(
+def test_prolog_finds_the_mounted_home_by_uid_and_declines(
     node: Node, monkeypatch: pytest.MonkeyPatch, redirected: str
 ) -> None:
     node.configure(redirect=redirected)
@@ -158,14 +160,12 @@ def test_prolog_knows_the_home_by_the_uid(
     assert os.listdir(node.cache.entries) == []
 
 
-def test_job_without_a_word_of_it_is_served_as_ever(node: Node, home: Said) -> None:
+def test_step_without_home_variables_is_served(node: Node, home: Said) -> None:
     path = node.put("alice/image.sqsh")
     assert ask(node, 7, path)[0] == "use"
 
 
-def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
-    node: Node, home: Said
-) -> None:
+def test_step_that_mounts_the_home_unmounts_its_prologs_redirect(node: Node, home: Said) -> None:
     node.configure(redirect="bind")
     path = node.put("alice/image.sqsh")
     node.prolog(7, path)
@@ -175,7 +175,7 @@ def test_step_that_binds_the_home_takes_off_what_its_prolog_redirected(
     assert node.epilog(7).code == 0
 
 
-def test_step_that_calls_another_directory_its_home_takes_off_no_redirect_of_others(
+def test_step_with_a_false_home_unmounts_no_redirect_of_another_job(
     node: Node,
 ) -> None:
     path = node.staged(1)
@@ -183,7 +183,7 @@ def test_step_that_calls_another_directory_its_home_takes_off_no_redirect_of_oth
     assert str(path) in node.binds()
 
 
-def test_enroot_below_another_prefix_is_read_where_it_says(spank: Node) -> None:
+def test_enroot_configuration_is_read_from_the_prefix_of_the_enroot_script(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     line = f"{spank.shared} {spank.shared} none x-create=dir,bind,rw,nosuid\n"
     set_enroot(spank, line, "mounts.d/50-site.fstab", "usr/local/etc/enroot")
@@ -194,7 +194,7 @@ def test_enroot_below_another_prefix_is_read_where_it_says(spank: Node) -> None:
     assert "/usr/local/etc/enroot/mounts.d/50-site.fstab:1" in outcome.detail
 
 
-def test_settings_of_that_enroot_count(spank: Node) -> None:
+def test_enroot_conf_below_the_prefix_of_the_enroot_script_decides(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     install(spank, "/usr/local/etc/enroot")
     set_enroot(spank, "ENROOT_MOUNT_HOME=yes\n", sysconf="usr/local/etc/enroot")
@@ -203,7 +203,7 @@ def test_settings_of_that_enroot_count(spank: Node) -> None:
     assert answer_to(spank, path, {}, {"HOME": str(path.parent)}) == LEAVE
 
 
-def test_enroot_on_the_path_of_slurmd_counts(spank: Node) -> None:
+def test_enroot_is_searched_on_the_path_of_slurmd(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     install(spank, "/opt/enroot/etc", "opt/enroot/bin/enroot")
     install(spank, "/usr/local/etc/enroot")
@@ -213,7 +213,7 @@ def test_enroot_on_the_path_of_slurmd_counts(spank: Node) -> None:
     assert answer_to(spank, path, said, {}) == LEAVE
 
 
-def test_wrapper_around_enroot_leads_to_the_next_on_the_path(spank: Node) -> None:
+def test_enroot_wrapper_without_a_prefix_is_skipped_for_the_next_on_the_path(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     install(spank, "/usr/etc/enroot", "usr/bin/enroot")
     install(spank, "$nowhere")
@@ -236,7 +236,7 @@ def theirs(node: Node, text: str, name: str = "alice/.config/enroot/mounts.d/x.f
         ("sys", {"ENROOT_SYSCONF_PATH": "{home}/sys"}),
     ],
 )
-def test_what_the_user_has_bound_holds_no_redirect(
+def test_image_below_a_directory_in_the_users_enroot_fstab_is_not_served(
     spank: Node, place: str, variables: dict[str, str]
 ) -> None:
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
@@ -246,7 +246,7 @@ def test_what_the_user_has_bound_holds_no_redirect(
     assert answer_to(spank, path, {}, {"HOME": "/nowhere"})[0] == "use"
 
 
-def test_where_enroot_conf_says_that_the_users_own_lies(spank: Node) -> None:
+def test_users_enroot_directory_is_taken_from_enroot_conf(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
     theirs(spank, f"{spank.shared} bind\n", "alice/own/mounts.d/x.fstab")
     set_enroot(spank, "ENROOT_CONFIG_PATH ${HOME}/own\n")
@@ -256,7 +256,7 @@ def test_where_enroot_conf_says_that_the_users_own_lies(spank: Node) -> None:
     assert answer_to(spank, path, {}, {"ENROOT_CONFIG_PATH": "/nowhere"})[0] == "use"
 
 
-def test_variables_are_those_of_the_step(spank: Node) -> None:
+def test_enroot_fstab_variables_are_expanded_from_the_steps_environment(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
     set_enroot(spank, "${DATA}/images /data none bind\n", "mounts.d/50-site.fstab")
     assert answer_to(spank, path, {}, {"DATA": "/elsewhere"})[0] == "use"
@@ -264,7 +264,7 @@ def test_variables_are_those_of_the_step(spank: Node) -> None:
     assert answer_to(spank, path, {}, {"DATA": str(spank.shared)}) == LEAVE
 
 
-def test_directory_that_is_bound_by_a_link_is_followed(spank: Node) -> None:
+def test_image_below_a_bound_directory_named_by_a_symlink_is_not_served(spank: Node) -> None:
     path, link = spank.put("images/image.sqsh"), spank.places.root / "data"
     link.symlink_to(spank.shared)
     set_enroot(spank, f"{link} /data none bind\n", "mounts.d/50-site.fstab")
@@ -279,7 +279,9 @@ DOUBTS = {
 
 
 @pytest.mark.parametrize("doubt", DOUBTS)
-def test_doubt_in_what_is_bound_leaves_the_path(spank: Node, doubt: str) -> None:
+def test_image_is_not_served_if_the_users_enroot_files_cannot_be_evaluated(
+    spank: Node, doubt: str
+) -> None:
     name, text, mode = DOUBTS[doubt]
     path = spank.put("images/image.sqsh")
     spank.put(f"alice/.config/enroot/{name}", text.encode(), mode=mode)
@@ -290,7 +292,7 @@ def test_doubt_in_what_is_bound_leaves_the_path(spank: Node, doubt: str) -> None
 
 
 @pytest.mark.parametrize("folder", ["mounts.d", "hooks.d"])
-def test_folder_of_the_users_with_names_without_end_leaves_the_path(
+def test_image_is_not_served_if_the_users_enroot_directory_has_too_many_names(
     spank: Node, folder: str
 ) -> None:
     """Else root's process that reads them, the last to be killed, takes memory without end."""
@@ -302,14 +304,14 @@ def test_folder_of_the_users_with_names_without_end_leaves_the_path(
     assert "too large" in spank.outcomes("step", 7)[-1].detail
 
 
-def test_fstab_of_the_users_whose_variables_have_no_end_leaves_the_path(spank: Node) -> None:
+def test_image_is_not_served_if_the_users_fstab_expands_without_bound(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
     theirs(spank, f"/{'${A}' * 15000} /data none bind\n")
     given = {"HOME": str(spank.shared / "alice"), "A": "a" * 100000}
     assert answer_to(spank, path, {}, given) == LEAVE
 
 
-def test_fifo_of_the_users_holds_nobody_up(spank: Node) -> None:
+def test_fifo_among_the_users_enroot_files_does_not_block_the_step(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
     theirs(spank, "")
     fifo = spank.server / "alice/.config/enroot/mounts.d/y.fstab"
@@ -317,7 +319,7 @@ def test_fifo_of_the_users_holds_nobody_up(spank: Node) -> None:
     assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
 
 
-def test_files_of_the_users_are_read_as_the_user(spank: Node) -> None:
+def test_users_enroot_files_are_read_as_the_user(spank: Node) -> None:
     """Else a user would have root say what is in another's file, or read what hangs."""
     path = spank.put("images/image.sqsh")
     secret = spank.put("bob/.config/enroot/mounts.d/x.fstab", f"{spank.shared} bind\n".encode())
@@ -327,7 +329,7 @@ def test_files_of_the_users_are_read_as_the_user(spank: Node) -> None:
     assert secret.exists()
 
 
-def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_be_ended(
+def test_hanging_reads_of_a_users_enroot_files_are_limited_in_number(
     spank: Node,
 ) -> None:
     """Each that hangs in the kernel would be one more for each step, in no cgroup of a job's."""
@@ -346,7 +348,7 @@ def test_looks_of_a_user_that_hang_are_so_many_and_the_next_waits_where_it_can_b
 
 
 @pytest.mark.parametrize("ranges", [TASK_MOUNTS, NODE_MOUNTS])
-def test_bytes_that_another_users_processes_lock_hold_up_no_look(
+def test_locks_of_another_users_mounts_do_not_delay_reading_enroot_files(
     spank: Node, ranges: LockRange
 ) -> None:
     """Mounts of uid 4096 over chosen paths once locked the bytes that the looks of others need."""
@@ -384,7 +386,7 @@ def entry_of(node: Node, path: Path) -> Entry:
     return found
 
 
-def test_image_whose_fstab_binds_what_is_above_it_is_left_alone_once_it_is_known(
+def test_image_whose_own_fstab_binds_a_parent_directory_is_not_served(
     spank: Node, packed: Packed
 ) -> None:
     path = spank.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
@@ -396,7 +398,7 @@ def test_image_whose_fstab_binds_what_is_above_it_is_left_alone_once_it_is_known
     assert noted(spank, 7) == []  # each step of the job is looked at
 
 
-def test_fstab_of_an_image_that_binds_nothing_is_in_no_way(spank: Node, packed: Packed) -> None:
+def test_image_whose_own_fstab_binds_nothing_is_served(spank: Node, packed: Packed) -> None:
     text = f"# UNCONFIGURED FSTAB\n{spank.shared} /data none rbind\n"
     path = spank.put("images/image.sqsh", packed(text))
     assert answer_to(spank, path, {}, {"A": "b"})[0] == "use"
@@ -404,12 +406,12 @@ def test_fstab_of_an_image_that_binds_nothing_is_in_no_way(spank: Node, packed: 
     assert len(noted(spank, 7)) == 1
 
 
-def test_fstab_that_is_a_link_may_bind_anything(spank: Node, packed: Packed) -> None:
+def test_image_whose_own_fstab_is_a_symlink_is_not_served(spank: Node, packed: Packed) -> None:
     path = spank.put("images/image.sqsh", packed("->/etc/passwd"))
     assert answer_to(spank, path, {}, {"A": "b"}) == LEAVE
 
 
-def test_prolog_redirects_no_image_whose_fstab_binds_what_is_above_it(
+def test_prolog_declines_an_image_whose_own_fstab_binds_a_parent_directory(
     node: Node, packed: Packed
 ) -> None:
     path = node.put("images/image.sqsh", packed(f"{node.shared} bind\n"))
@@ -417,7 +419,7 @@ def test_prolog_redirects_no_image_whose_fstab_binds_what_is_above_it(
     assert node.binds() == {}
 
 
-def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
+def test_stager_mounts_no_redirect_for_an_image_whose_own_fstab_may_bind_a_parent_directory(
     node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
@@ -432,7 +434,7 @@ def test_stager_redirects_no_image_whose_fstab_may_bind_what_is_above_it(
     assert node.binds() == {}
 
 
-def test_no_unsquashfs_says_nothing(
+def test_entry_has_no_fstab_binds_without_unsquashfs(
     spank: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fstab, "PROGRAM", ("no-such-program",))
@@ -452,7 +454,7 @@ def test_no_unsquashfs_says_nothing(
         ("sleep 1000", ()),
     ],
 )
-def test_what_unpacks_the_fstab_is_the_users_and_bounded(
+def test_unsquashfs_of_the_fstab_runs_as_the_user_with_bounded_time_and_output(
     packed: Packed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -478,7 +480,7 @@ def test_what_unpacks_the_fstab_is_the_users_and_bounded(
         assert out.read_text().split() == [*ids, "CapEff:", "0" * 16]
 
 
-def test_record_says_by_what_it_was_decided(spank: Node) -> None:
+def test_step_record_lists_enroot_files_and_variables_that_decided(spank: Node) -> None:
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
     install(spank, "/usr/local/etc/enroot")
     set_enroot(spank, "${DATA} /data none bind\n", "mounts.d/a.fstab", "usr/local/etc/enroot")
@@ -509,7 +511,7 @@ def test_record_says_by_what_it_was_decided(spank: Node) -> None:
     ]
 
 
-def test_home_without_an_enroot_folder_is_looked_into_once(spank: Node) -> None:
+def test_step_record_lists_only_the_missing_enroot_directory_of_a_home(spank: Node) -> None:
     """Each look into a slow home takes seconds, and a job waits for them."""
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
     assert answer_to(spank, path, {}, {"HOME": str(home)})[0] == "use"
@@ -519,13 +521,17 @@ def test_home_without_an_enroot_folder_is_looked_into_once(spank: Node) -> None:
 
 
 @pytest.mark.parametrize("value", ["a\tb", "a\nb", "a\udcffb"])
-def test_variable_that_no_line_can_hold_leaves_no_record(spank: Node, value: str) -> None:
+def test_environment_variable_with_a_tab_or_newline_leaves_no_step_record(
+    spank: Node, value: str
+) -> None:
     path = spank.put("images/image.sqsh")
     assert answer_to(spank, path, {}, {"XDG_CONFIG_HOME": f"/{value}"})[0] == "use"
     assert noted(spank, 7) == []
 
 
-def test_prolog_notes_what_it_took_for_granted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_record_of_the_prolog_lists_the_assumed_home_variables(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node.configure(redirect="spank")
     path, home = node.put("images/image.sqsh"), str(node.shared / "alice")
     me = pwd.struct_passwd(("alice", "x", ALICE.uid, ALICE.gid, "", home, "/bin/sh"))

@@ -19,7 +19,7 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     return node
 
 
-def test_main_stages_and_releases(slurmd: Node) -> None:
+def test_prolog_and_epilog_main_mount_and_unmount_a_redirect(slurmd: Node) -> None:
     assert _main("prolog") == 0
     assert len(slurmd.binds()) == 1
     assert _main("epilog") == 0
@@ -32,7 +32,7 @@ def test_main_stages_and_releases(slurmd: Node) -> None:
     [RuntimeError("two\nlines"), MemoryError(), OSError(5, "I/O"), ImportError("no yaml"),
      UnicodeEncodeError("utf-8", "\udcff", 0, 1, "no")],
 )  # fmt: skip
-def test_unexpected_becomes_one_line_and_exit_0(
+def test_unexpected_exception_is_one_log_line_and_exit_0(
     slurmd: Node,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -50,7 +50,7 @@ def test_unexpected_becomes_one_line_and_exit_0(
     assert f"result=failed reason={type(error).__name__} at={__file__}:" in err
 
 
-def test_unexpected_once_the_configuration_was_read_drains_no_node(
+def test_unexpected_exception_after_reading_the_configuration_exits_0(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from forestage.hooks import prolog
@@ -63,7 +63,7 @@ def test_unexpected_once_the_configuration_was_read_drains_no_node(
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
-def test_hook_run_by_hand_without_slurms_variables_says_so(
+def test_hook_without_slurms_variables_exits_0_with_reason_joberror(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.delenv(name)
@@ -71,7 +71,7 @@ def test_hook_run_by_hand_without_slurms_variables_says_so(
     assert "reason=JobError at=" in capfd.readouterr().err
 
 
-def test_events_that_cannot_be_written_do_not_undo_what_was_staged(slurmd: Node) -> None:
+def test_prolog_that_cannot_write_events_keeps_the_redirect(slurmd: Node) -> None:
     slurmd.places.events.parent.parent.mkdir(parents=True)
     slurmd.places.events.parent.touch()
     assert _main("prolog") == 0

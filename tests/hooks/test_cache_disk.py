@@ -71,7 +71,7 @@ def swept(node: Node) -> sweep.SweepReport:
     return sweep.run_sweep(of_cache, Idle("", node="n1"), False, lambda _: None)
 
 
-def test_cache_whose_disk_is_unmounted_is_not_used_until_an_admin_accepts_the_one_below(
+def test_cache_on_an_unmounted_disk_is_refused_until_an_admin_accepts_the_disk_below(
     node: Node, notes: list[str]
 ) -> None:
     path = used(node)
@@ -93,7 +93,7 @@ def test_cache_whose_disk_is_unmounted_is_not_used_until_an_admin_accepts_the_on
     assert len(notes) == 1
 
 
-def test_another_local_file_system_is_a_new_cache_that_is_used_at_once_with_one_note(
+def test_another_local_file_system_at_the_cache_is_used_at_once_with_one_log_note(
     node: Node, notes: list[str]
 ) -> None:
     path = used(node)
@@ -110,7 +110,7 @@ def test_another_local_file_system_is_a_new_cache_that_is_used_at_once_with_one_
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_file_system_on_a_device_of_another_number_is_the_same_until_it_is_made_anew(
+def test_file_system_is_recognised_by_uuid_on_another_device_until_it_is_made_anew(
     node: Node, notes: list[str], tmp_path: Path, kind: str
 ) -> None:
     unmount(node.nvme)
@@ -163,7 +163,7 @@ def test_file_system_on_a_device_of_another_number_is_the_same_until_it_is_made_
             subprocess.run(["losetup", "--detach", device], check=True)
 
 
-def test_hit_remembers_no_disk_and_the_sweep_remembers_that_of_an_older_cache(node: Node) -> None:
+def test_sweep_remembers_the_disk_of_an_older_cache_and_a_hit_does_not(node: Node) -> None:
     path = used(node)
     remembered = node.places.known_disks.read_bytes()
     node.places.known_disks.unlink()
@@ -174,7 +174,7 @@ def test_hit_remembers_no_disk_and_the_sweep_remembers_that_of_an_older_cache(no
     assert node.places.known_disks.read_bytes() == remembered
 
 
-def test_disk_that_cannot_be_remembered_is_used_as_before(node: Node) -> None:
+def test_disk_is_used_if_it_cannot_be_remembered(node: Node) -> None:
     state = node.places.known_disks.parent.parent
     state.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "x", state], check=True)
@@ -187,7 +187,7 @@ def test_disk_that_cannot_be_remembered_is_used_as_before(node: Node) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("text", [b"", b"{", b'{"version": 2, "caches": []}', b"[]"])
-def test_record_that_cannot_be_read_counts_as_none(node: Node, text: bytes) -> None:
+def test_damaged_record_of_known_disks_counts_as_empty(node: Node, text: bytes) -> None:
     path = used(node)
     node.places.known_disks.write_bytes(text)
     assert node.prolog(2, path).outcome.result == "hit"
@@ -221,7 +221,9 @@ def test_cache_on_a_network_file_system_is_not_used_and_drains_no_node(
     assert not node.places.known_disks.exists()
 
 
-def test_automount_that_found_no_disk_is_none(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autofs_at_the_cache_without_a_disk_is_refused(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = used(node)
     unmount(node.nvme)
     mount_new_disk(node)
@@ -239,7 +241,7 @@ def test_automount_that_found_no_disk_is_none(node: Node, monkeypatch: pytest.Mo
     assert node.prolog(2, path).ended == REFUSED
 
 
-def test_directory_of_the_host_that_a_container_lacks_is_missed(
+def test_cache_below_a_missing_host_bind_mount_is_refused(
     node: Node, notes: list[str], tmp_path: Path
 ) -> None:
     """A slurmd in a container: the host's directory is bound there, and its own disk lies below."""
@@ -260,9 +262,7 @@ def test_directory_of_the_host_that_a_container_lacks_is_missed(
     assert notes == []
 
 
-def test_disk_that_is_reached_by_another_mount_point_is_the_same(
-    node: Node, notes: list[str]
-) -> None:
+def test_disk_reached_by_another_mount_point_is_the_same(node: Node, notes: list[str]) -> None:
     """A container has the cache itself bound there, and shares /var/lib with its host."""
     node.cache.root.mkdir(mode=0o700)
     mounts.mount(str(node.cache.root), str(node.cache.root), mounts.MS_BIND)
@@ -274,7 +274,7 @@ def test_disk_that_is_reached_by_another_mount_point_is_the_same(
     assert notes == []
 
 
-def test_two_nodes_without_their_disks_make_no_cache_on_the_one_they_share(
+def test_nodes_with_unmounted_disks_create_no_cache_on_a_shared_disk_below(
     private_mounts: None,
 ) -> None:
     top = Path("/mnt")  # there on every Linux; covered in the test's own namespace only
@@ -302,7 +302,7 @@ def test_two_nodes_without_their_disks_make_no_cache_on_the_one_they_share(
             node.shut_down()
 
 
-def test_epilog_cleans_up_after_a_disk_that_was_unmounted_lazily_and_evicts_nothing_below(
+def test_epilog_after_a_lazy_unmount_releases_the_job_and_evicts_nothing_on_the_disk_below(
     node: Node,
 ) -> None:
     path = node.staged(1)
@@ -320,7 +320,7 @@ def test_epilog_cleans_up_after_a_disk_that_was_unmounted_lazily_and_evicts_noth
     assert below.entry_dir("k" * 64).exists()
 
 
-def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_identified(
+def test_epilog_releases_a_job_if_the_file_system_below_a_lost_disk_is_unidentified(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Below an automount that found no disk the automount is opened, not the root disk's XFS."""
@@ -341,7 +341,7 @@ def test_epilog_releases_where_the_file_system_below_a_lost_disk_cannot_be_ident
     assert node.prolog(2, path).ended == REFUSED
 
 
-def test_outdated_redirect_to_a_disk_that_was_unmounted_lazily_is_unmounted(node: Node) -> None:
+def test_prolog_unmounts_an_outdated_redirect_to_a_lazily_unmounted_disk(node: Node) -> None:
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
     node.put("alice/image.sqsh", content(2))
@@ -350,7 +350,7 @@ def test_outdated_redirect_to_a_disk_that_was_unmounted_lazily_is_unmounted(node
     assert path.read_bytes() == content(2)
 
 
-def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: Node) -> None:
+def test_unredirect_unmounts_redirects_to_a_lazily_unmounted_disk(node: Node) -> None:
     path = node.staged(1)
     subprocess.run(["umount", "--lazy", node.nvme], check=True)
     done = CliRunner().invoke(main, ["unredirect"], obj=CommandContext(node.places, Clock()))
@@ -358,7 +358,9 @@ def test_unredirect_knows_redirects_to_a_disk_that_was_unmounted_lazily(node: No
     assert node.shows_source(path)
 
 
-def test_where_a_cache_lay_is_forgotten_once_nothing_of_that_disk_is_mounted(node: Node) -> None:
+def test_recorded_origin_of_a_cache_is_dropped_once_nothing_of_its_disk_is_mounted(
+    node: Node,
+) -> None:
     def noted() -> tuple[mounts.BindOrigin, ...]:
         known = records.load(node.places.claims / origins.FILE, origins.KnownOrigins)
         return known.origins[node.cache.real]

@@ -44,7 +44,7 @@ def ended(node: Node, path: Path) -> None:
     until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
 
 
-def test_job_begins_at_once_and_gets_the_redirect_once_the_copy_is_here(
+def test_job_with_a_cold_image_begins_at_once_and_is_redirected_after_the_copy(
     shared: Node, gate: Callable[[], None]
 ) -> None:
     path = shared.put("alice/image.sqsh")
@@ -64,18 +64,22 @@ def test_job_begins_at_once_and_gets_the_redirect_once_the_copy_is_here(
     assert (shared.binds(), shared.leases.all()) == ({}, [])
 
 
-def test_small_image_is_waited_for_shortly(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prolog_waits_shortly_for_a_small_image(
+    shared: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limit, "SHORT_WAIT", 60.0)
     assert result(shared.prolog(7, shared.put("alice/image.sqsh")).outcome) == ("copied", "mounted")
 
 
-def test_user_who_asks_to_wait_waits(shared: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prolog_waits_for_the_copy_with_stage_wait(
+    shared: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
     ran = shared.prolog(7, shared.put("alice/image.sqsh"), comment="stage-wait=5m")
     assert result(ran.outcome) == ("copied", "mounted")
 
 
-def test_job_that_has_ended_meanwhile_gets_no_redirect_and_no_lease(
+def test_job_that_ended_during_its_copy_gets_no_redirect_and_no_lease(
     shared: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its Epilog comes between the stager's look at the leases and its mount."""
@@ -96,7 +100,7 @@ def test_job_that_has_ended_meanwhile_gets_no_redirect_and_no_lease(
     assert (shared.binds(), shared.leases.all()) == ({}, [])
 
 
-def test_redirect_is_not_laid_later_over_another_file(
+def test_stager_mounts_no_redirect_over_a_replaced_file(
     shared: Node, gate: Callable[[], None], before: Arrange
 ) -> None:
     path = shared.put("alice/image.sqsh")
@@ -117,7 +121,7 @@ def test_redirect_is_not_laid_later_over_another_file(
     assert path.read_bytes() == content(2)
 
 
-def test_redirect_is_not_laid_later_where_the_job_saves_to_meanwhile(
+def test_stager_mounts_no_redirect_if_a_step_saves_to_the_path_meanwhile(
     shared: Node, gate: Callable[[], None]
 ) -> None:
     path = shared.put("alice/image.sqsh")
@@ -129,7 +133,7 @@ def test_redirect_is_not_laid_later_where_the_job_saves_to_meanwhile(
     assert shared.shows_source(path)
 
 
-def test_redirect_is_not_laid_later_where_another_job_saves_to(
+def test_stager_mounts_no_redirect_on_a_path_that_another_job_saves_to(
     shared: Node, gate: Callable[[], None]
 ) -> None:
     path = shared.put("alice/image.sqsh")
@@ -141,7 +145,7 @@ def test_redirect_is_not_laid_later_where_another_job_saves_to(
     assert shared.shows_source(path)
 
 
-def test_nothing_is_redirected_later_on_a_node_that_was_switched_off(
+def test_stager_mounts_no_redirect_on_a_node_switched_off_meanwhile(
     shared: Node, gate: Callable[[], None]
 ) -> None:
     path = shared.put("alice/image.sqsh")
@@ -190,7 +194,7 @@ def noted(node: Node, job: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("prolog", [True, False])
-def test_step_with_the_companion_reads_through_while_the_copy_goes_on(
+def test_step_with_the_companion_reads_through_until_the_copy_is_complete(
     through: Node, gate: Callable[[], None], prolog: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = through.put("alice/image.sqsh")
@@ -212,7 +216,7 @@ def test_step_with_the_companion_reads_through_while_the_copy_goes_on(
     assert len(through.outcomes("stager")) == 1
 
 
-def test_prolog_notes_the_keeper_for_the_first_step(
+def test_prolog_records_the_keepers_socket_for_the_first_step(
     through: Node, gate: Callable[[], None]
 ) -> None:
     through.configure(redirect="spank", cold=None)  # no line for its user
@@ -233,7 +237,9 @@ def test_prolog_notes_the_keeper_for_the_first_step(
     assert noted(through, 7) == []
 
 
-def test_step_after_a_copys_end_is_noted_the_entry(through: Node, gate: Callable[[], None]) -> None:
+def test_step_after_the_end_of_the_copy_is_recorded_with_the_entry(
+    through: Node, gate: Callable[[], None]
+) -> None:
     path = through.put("alice/image.sqsh")
     through.prolog(7, path)
     gate()
@@ -243,7 +249,7 @@ def test_step_after_a_copys_end_is_noted_the_entry(through: Node, gate: Callable
     assert words[:2] == ["use", str(through.cache.image(through.identity(path).key))]
 
 
-def test_step_whose_keeper_was_killed_gets_another_one(
+def test_step_starts_a_new_keeper_if_the_first_was_killed(
     through: Node, gate: Callable[[], None]
 ) -> None:
     path = through.put("alice/image.sqsh")
@@ -254,7 +260,7 @@ def test_step_whose_keeper_was_killed_gets_another_one(
     assert len(keepers(through)) == 1
 
 
-def test_job_that_cannot_read_through_starts_from_the_shared_path(
+def test_job_without_a_free_keeper_starts_from_the_shared_path(
     through: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "MOST_OF_USER", 0)
@@ -265,7 +271,7 @@ def test_job_that_cannot_read_through_starts_from_the_shared_path(
     assert (noted(through, 7), keepers(through)) == ([], set())
 
 
-def test_step_whose_copy_is_published_while_its_keeper_starts_gets_the_copy(
+def test_step_uses_the_copy_if_it_is_published_while_the_keeper_starts(
     through: Node, gate: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stager's end removes the keeper's directory before anything lies in it."""
@@ -301,7 +307,7 @@ def slow(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
         ("stage-tell=yes", ("started", "none")),
     ],
 )
-def test_job_that_cannot_read_through_has_its_copy_only_if_it_asked_to_wait(
+def test_job_without_a_free_keeper_waits_for_the_copy_only_with_stage_wait(
     slow: Node, monkeypatch: pytest.MonkeyPatch, comment: str, found: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(keeper, "MOST_OF_USER", 0)
@@ -310,7 +316,7 @@ def test_job_that_cannot_read_through_has_its_copy_only_if_it_asked_to_wait(
     assert step(slow, 7, path) == found
 
 
-def test_job_that_reads_through_waits_for_nothing_even_if_it_asked_to(
+def test_job_that_can_read_through_does_not_wait_even_with_stage_wait(
     through: Node, gate: Callable[[], None]
 ) -> None:
     path = through.put("alice/image.sqsh")
@@ -336,7 +342,9 @@ def crowd(node: Node, *, leased: bool) -> Path:
     return node.put("alice/2.sqsh", content(2, 1 << 20))
 
 
-def test_job_whose_copy_finds_no_room_reads_through_none_and_is_told_so(large: Node) -> None:
+def test_job_without_room_for_its_copy_is_declined_with_no_room_and_has_no_keeper(
+    large: Node,
+) -> None:
     path = crowd(large, leased=True)
     assert large.prolog(7, path).said == ("declined", "no-room")
     assert step(large, 7, path) == ("declined", "")
@@ -344,12 +352,12 @@ def test_job_whose_copy_finds_no_room_reads_through_none_and_is_told_so(large: N
     assert (noted(large, 7), socket_of(large, path).exists()) == ([], False)
 
 
-def test_job_with_stage_wait_0_waits_for_no_word_about_the_room(large: Node) -> None:
+def test_job_with_stage_wait_0_starts_without_waiting_for_the_reservation(large: Node) -> None:
     path = crowd(large, leased=True)
     assert large.prolog(7, path, comment="stage-wait=0").outcome.result == "started"
 
 
-def test_job_that_others_make_room_for_reads_through_once_there_is_some(
+def test_job_reads_through_after_entries_are_evicted_for_its_copy(
     large: Node, tmp_path: Path
 ) -> None:
     path = crowd(large, leased=False)
@@ -360,7 +368,7 @@ def test_job_that_others_make_room_for_reads_through_once_there_is_some(
         assert not before & large.entries()
 
 
-def test_job_waits_for_no_word_of_a_copy_that_needs_nothing_evicted(
+def test_job_does_not_wait_for_the_reservation_if_nothing_must_be_evicted(
     large: Node, tmp_path: Path
 ) -> None:
     path = large.put("alice/image.sqsh")

@@ -65,7 +65,9 @@ def left_dir(dirs: Dirs) -> Node:
 
 
 @pytest.mark.parametrize("has_lease", [True, False], ids=["lease", "no lease"])
-def test_what_a_job_left_in_an_earlier_cache_goes_by_the_sweep(dirs: Dirs, has_lease: bool) -> None:
+def test_sweep_removes_an_ended_jobs_directory_in_an_earlier_cache(
+    dirs: Dirs, has_lease: bool
+) -> None:
     node = left_dir(dirs)
     if not has_lease:  # its Epilog was killed then
         node.leases.drop(7)
@@ -77,7 +79,7 @@ def test_what_a_job_left_in_an_earlier_cache_goes_by_the_sweep(dirs: Dirs, has_l
     assert list(node.cache.evicted.iterdir()) == []
 
 
-def test_directory_of_a_running_job_in_an_earlier_cache_stays(dirs: Dirs) -> None:
+def test_sweep_keeps_a_running_jobs_directory_in_an_earlier_cache(dirs: Dirs) -> None:
     node = left_dir(dirs)
 
     class AtWork(Idle):
@@ -99,7 +101,7 @@ def others_mark(node: Node) -> Path:
     return other
 
 
-def test_earlier_cache_that_another_forestage_uses_is_left_alone(dirs: Dirs) -> None:
+def test_earlier_cache_marked_by_another_instance_is_neither_swept_nor_removed(dirs: Dirs) -> None:
     node = left_dir(dirs)
     node.leases.drop(7)
     mark = others_mark(node)
@@ -112,7 +114,7 @@ def test_earlier_cache_that_another_forestage_uses_is_left_alone(dirs: Dirs) -> 
     assert swept(node).added == {"job_dirs": ("7.0",)}
 
 
-def test_mark_of_an_earlier_boot_is_nobodys(node: Node) -> None:
+def test_instance_mark_of_an_earlier_boot_does_not_protect_a_cache(node: Node) -> None:
     used(node)
     mark = others_mark(node).rename(node.cache.instances / "1f.1-1")
     node.configure(cache=OTHER)
@@ -120,7 +122,7 @@ def test_mark_of_an_earlier_boot_is_nobodys(node: Node) -> None:
     assert not mark.exists()
 
 
-def test_two_instances_leave_two_marks(node: Node) -> None:
+def test_two_instances_leave_two_marks_in_a_cache(node: Node) -> None:
     node.cache.prepare(require_mount=False)
     node.places.claims.mkdir(parents=True)
     other = node.places.root / "container/run/forestage"
@@ -130,7 +132,7 @@ def test_two_instances_leave_two_marks(node: Node) -> None:
     assert len(list(node.cache.instances.iterdir())) == 2
 
 
-def test_missing_configuration_evicts_nothing_of_the_right_cache(node: Node) -> None:
+def test_sweep_without_the_configuration_evicts_nothing_of_the_configured_cache(node: Node) -> None:
     node.configure(cache=OTHER)
     right = Cache(node.nvme / "other", node.places.claims)
     path = used(node)
@@ -144,7 +146,7 @@ def test_missing_configuration_evicts_nothing_of_the_right_cache(node: Node) -> 
     assert node.prolog(3, path).said == ("hit", "")
 
 
-def test_earlier_cache_goes_by_one_command_with_pins_and_job_directories(dirs: Dirs) -> None:
+def test_evict_cache_removes_an_earlier_cache_with_pins_and_job_directories(dirs: Dirs) -> None:
     node = left_dir(dirs)
     node.configure(require_mount=False)
     path = used(node)
@@ -166,7 +168,9 @@ def test_earlier_cache_goes_by_one_command_with_pins_and_job_directories(dirs: D
     assert evicted(node, node.cache.root).exit_code == ExitStatus.NOT_FOUND
 
 
-def test_what_a_job_holds_of_an_earlier_cache_stays_until_it_is_over(node: Node) -> None:
+def test_evict_cache_keeps_leased_entries_of_an_earlier_cache_until_the_job_ends(
+    node: Node,
+) -> None:
     path, idle = node.put("alice/image.sqsh"), used(node, 1, "alice/idle.sqsh")
     node.prolog(2, path)
     node.configure(cache=OTHER)
@@ -182,7 +186,7 @@ def test_what_a_job_holds_of_an_earlier_cache_stays_until_it_is_over(node: Node)
     assert not node.cache.root.exists()
 
 
-def test_only_a_cache_that_was_configured_before_is_removed(node: Node) -> None:
+def test_evict_cache_refuses_a_cache_that_was_not_configured_before(node: Node) -> None:
     path = used(node)
     stranger = Cache(node.nvme / "stranger")
     stranger.prepare(require_mount=False)
@@ -198,7 +202,7 @@ def test_only_a_cache_that_was_configured_before_is_removed(node: Node) -> None:
     assert usage.exit_code == ExitStatus.USAGE
 
 
-def test_cache_by_another_path_is_no_earlier_one(node: Node) -> None:
+def test_evict_cache_refuses_the_current_cache_under_another_path(node: Node) -> None:
     path, other = used(node), node.places.root / "mnt/again"
     other.mkdir()
     subprocess.run(["mount", "--bind", node.nvme, other], check=True)
@@ -208,7 +212,9 @@ def test_cache_by_another_path_is_no_earlier_one(node: Node) -> None:
     assert node.entries() == {node.identity(path).key}
 
 
-def test_cache_whose_disk_is_not_mounted_or_another_one_is_not_removed(node: Node) -> None:
+def test_evict_cache_refuses_an_earlier_cache_whose_disk_is_unmounted_or_replaced(
+    node: Node,
+) -> None:
     old = node.places.root / "mnt/old"
     old.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "x", old], check=True)
@@ -233,7 +239,7 @@ def test_cache_whose_disk_is_not_mounted_or_another_one_is_not_removed(node: Nod
     assert below.entry_dir("k" * 32).exists()
 
 
-def test_earlier_cache_whose_disk_is_hung_is_left_alone(
+def test_earlier_cache_on_a_hanging_disk_is_neither_swept_nor_removed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used(node)
@@ -260,7 +266,7 @@ def test_earlier_cache_whose_disk_is_hung_is_left_alone(
     assert done.added == {"job_dirs": ("9.0",)}
 
 
-def test_what_others_have_in_the_directory_of_an_earlier_cache_stays(node: Node) -> None:
+def test_evict_cache_keeps_foreign_files_in_the_directory_of_an_earlier_cache(node: Node) -> None:
     used(node)
     (node.cache.root / "notes").write_text("of an admin's")
     node.configure(cache=OTHER)

@@ -15,7 +15,7 @@ from private import USERS, Private
 
 
 @pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
-def test_private_namespace_shows_the_source_once_the_job_is_over(
+def test_private_namespace_shows_the_source_after_the_epilog(
     node: Node, private: Callable[..., Private], options: tuple[str, ...]
 ) -> None:
     path = node.staged(1)
@@ -27,7 +27,7 @@ def test_private_namespace_shows_the_source_once_the_job_is_over(
     assert container.reads(path) == content(2)
 
 
-def test_namespace_that_left_a_step_shows_the_source_once_the_job_is_over(
+def test_namespace_that_outlives_a_step_loses_its_bind_at_the_epilog(
     node: Node, private: Callable[..., Private]
 ) -> None:
     """With `redirect: spank` the node has no bind; once the entry is evicted it would be late."""
@@ -40,7 +40,7 @@ def test_namespace_that_left_a_step_shows_the_source_once_the_job_is_over(
 
 
 @pytest.mark.parametrize("options", [(), USERS], ids=["root", "user"])
-def test_bind_whose_entry_a_job_holds_stays(
+def test_bind_in_a_namespace_stays_while_a_job_leases_its_entry(
     node: Node, private: Callable[..., Private], options: tuple[str, ...]
 ) -> None:
     """The companion makes such in each task of its job."""
@@ -56,7 +56,7 @@ def test_bind_whose_entry_a_job_holds_stays(
     assert str(other) not in node.binds()
 
 
-def test_sweep_of_a_later_day_finds_what_an_epilog_left(
+def test_sweep_unmounts_a_bind_that_an_epilog_left_in_a_namespace(
     node: Node, private: Callable[..., Private]
 ) -> None:
     path = node.staged(1)
@@ -71,7 +71,7 @@ def test_sweep_of_a_later_day_finds_what_an_epilog_left(
     assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 0, "it is covered once"
 
 
-def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
+def test_path_that_hung_in_one_namespace_is_skipped_by_epilogs_in_other_namespaces(
     node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mounts of each namespace have ids of their own."""
@@ -103,7 +103,9 @@ def test_path_that_hung_in_one_namespace_costs_no_epilog_time_in_the_next(
     assert list(node.cache.claims.glob("*.hung")) == []
 
 
-def test_bind_of_an_evicted_entry_is_told(node: Node, private: Callable[..., Private]) -> None:
+def test_bind_of_an_evicted_entry_in_a_namespace_is_reported_as_a_problem(
+    node: Node, private: Callable[..., Private]
+) -> None:
     """Nothing can be mounted over a file that was deleted (ENOENT)."""
     path = node.staged(1)
     container = private(*USERS)
@@ -116,7 +118,7 @@ def test_bind_of_an_evicted_entry_is_told(node: Node, private: Callable[..., Pri
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
 
 
-def test_cover_goes_with_the_evicted_entry_and_the_sweep_tells(
+def test_bind_of_an_evicted_entry_reappears_in_a_namespace_and_the_sweep_reports_that(
     node: Node, private: Callable[..., Private]
 ) -> None:
     """The kernel takes off what is mounted on a deleted file, in all namespaces."""
@@ -141,7 +143,7 @@ HOSTILE = {
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("first", HOSTILE.values(), ids=HOSTILE)
-def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
+def test_epilog_unmounts_no_other_path_whatever_the_user_mounts_in_a_namespace(
     node: Node, private: Callable[..., Private], first: str
 ) -> None:
     path, other = node.staged(1), node.put("bob/b.sqsh", content(2), BOB)
@@ -157,7 +159,7 @@ def test_what_users_arrange_in_their_namespace_leads_root_nowhere_else(
     assert len(left) == 1 + hidden
 
 
-def test_link_does_not_lead_root_to_another_file(
+def test_epilog_shows_no_other_users_file_in_a_namespace_if_a_directory_becomes_a_symlink(
     node: Node, private: Callable[..., Private], before: Arrange, after: Arrange
 ) -> None:
     """The source is opened as root, and would be shown to a user who may not walk there."""
@@ -182,7 +184,7 @@ def test_link_does_not_lead_root_to_another_file(
     assert container.reads(path) == content(), "the sweep tries again"
 
 
-def test_no_later_redirect_is_laid_over_an_older_one(
+def test_newer_redirect_is_not_bound_over_an_older_bind_in_a_namespace(
     node: Node, private: Callable[..., Private]
 ) -> None:
     """It would be as old as that one day."""
@@ -199,7 +201,7 @@ def test_no_later_redirect_is_laid_over_an_older_one(
     assert container.reads(path) == content(3)
 
 
-def test_epilog_looks_as_far_as_it_has_time_and_the_sweep_at_the_rest(
+def test_epilog_scans_namespaces_within_its_time_and_the_sweep_scans_the_rest(
     node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users may make hundreds of namespaces, which cost a second each."""
@@ -216,7 +218,7 @@ def test_epilog_looks_as_far_as_it_has_time_and_the_sweep_at_the_rest(
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
-def test_of_a_long_list_of_mounts_an_epilog_reads_some_and_the_sweep_more(
+def test_epilog_reads_a_bounded_part_of_a_namespaces_mount_table_and_the_sweep_more(
     node: Node, private: Callable[..., Private], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.staged(1)
@@ -234,7 +236,7 @@ def test_of_a_long_list_of_mounts_an_epilog_reads_some_and_the_sweep_more(
     assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
 
 
-def test_namespaces_of_the_jobs_user_are_looked_at_first(
+def test_namespaces_of_the_jobs_user_are_scanned_first(
     node: Node, private: Callable[..., Private], tmp_path: Path
 ) -> None:
     """Others' may take all the time: what this user's job has left goes all the same."""

@@ -22,7 +22,7 @@ def stage(node: Node, job: int, name: str, seed: int, clock: Later | None = None
     return ran.outcome.key
 
 
-def test_disk_without_inodes_is_evicted_from_by_the_copy_that_finds_no_place_for_its_lock(
+def test_copy_evicts_entries_of_a_disk_without_free_inodes(
     node: Node,
 ) -> None:
     # No Epilog would: where each Prolog fails, no job has a lease.
@@ -63,7 +63,7 @@ def test_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
     assert node.entries() == {oldest, after, new}
 
 
-def test_leased_entry_is_never_evicted_and_nothing_goes_in_vain(node: Node) -> None:
+def test_leased_entry_is_never_evicted_and_a_hopeless_copy_evicts_nothing(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_TWO)
     leased = node.put("alice/1.sqsh", content(1))
     node.prolog(1, leased)
@@ -93,7 +93,7 @@ def test_pinned_entry_is_never_evicted(node: Node) -> None:
     assert unpinned not in node.entries()
 
 
-def test_epilog_evicts_to_the_low_watermark_but_not_what_others_use(node: Node) -> None:
+def test_epilog_evicts_to_the_low_watermark_but_keeps_leased_entries(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_THREE, low_watermark="40%")
     leased = node.prolog(1, node.put("alice/1.sqsh", content(1))).outcome.key
     ran = node.prolog(2, node.put("alice/2.sqsh", content(2)), clock=Later(10))
@@ -103,14 +103,14 @@ def test_epilog_evicts_to_the_low_watermark_but_not_what_others_use(node: Node) 
     assert list(node.cache.evicted.iterdir()) == []
 
 
-def test_min_free_is_kept_whatever_the_cache_may_take(node: Node) -> None:
+def test_copy_that_would_use_min_free_is_declined(node: Node) -> None:
     node.configure(min_free="100%")
     path = node.put("alice/1.sqsh")
     assert node.prolog(1, path).said == ("declined", "no-room")
     assert node.shows_source(path)
 
 
-def test_disk_filled_by_others_is_declined_before_a_byte_is_copied(node: Node) -> None:
+def test_image_is_declined_before_copying_if_other_files_fill_the_disk(node: Node) -> None:
     node.cache.prepare(require_mount=True)
     (node.nvme / "enroot").write_bytes(bytes(63 * 1024 * 1024 + 900 * 1024))
     assert node.prolog(1, node.put("alice/1.sqsh")).ended == (0, "declined", "no-room")
@@ -130,7 +130,9 @@ def test_evicted_image_that_is_open_can_be_read_to_its_end(node: Node) -> None:
         assert start + late.read() == content(1)
 
 
-def test_entry_of_a_job_that_is_requeued_at_once_outlives_its_own_epilog(node: Node) -> None:
+def test_epilog_evicts_other_entries_before_that_of_its_own_job_which_may_be_requeued(
+    node: Node,
+) -> None:
     """Expedited requeue (Slurm 25.11): the job begins again on its nodes, which are kept for it."""
     node.configure(max_size="1M")
     path = node.put("alice/1.sqsh", content(1))

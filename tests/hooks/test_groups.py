@@ -43,14 +43,14 @@ def sentences(node: Node, job: int, hook: str) -> tuple[str, ...]:
     return run.explained[0].sentences
 
 
-def test_step_opens_an_image_with_the_groups_that_slurm_gave_it(spank: Node, closed: Path) -> None:
+def test_step_opens_an_image_with_the_groups_passed_by_slurm(spank: Node, closed: Path) -> None:
     assert ask(spank, 7, closed, groups=GIVEN)[0] == "use"
     assert ask(spank, 8, closed) == ["leave", "no-permission"]
     (outcome,) = spank.outcomes("step", 8)
     assert f" with the groups of this step ({ALICE.gid})" in outcome.detail
 
 
-def test_prolog_that_cannot_know_a_users_groups_leaves_an_image_to_the_steps(
+def test_image_readable_only_with_slurms_groups_is_declined_by_the_prolog_and_served_by_a_step(
     spank: Node, closed: Path
 ) -> None:
     ran = spank.prolog(7, comment=f"stage={closed}")
@@ -67,7 +67,7 @@ def test_prolog_that_cannot_know_a_users_groups_leaves_an_image_to_the_steps(
     assert spank.lease(7) is None
 
 
-def test_user_who_may_not_read_what_the_comment_names_hears_it_from_a_step(
+def test_step_tells_the_user_that_an_image_of_the_comment_is_not_readable(
     spank: Node, closed: Path
 ) -> None:
     spank.prolog(7, comment=f"stage={closed}")
@@ -77,7 +77,7 @@ def test_user_who_may_not_read_what_the_comment_names_hears_it_from_a_step(
     assert "give yourself the right to read it" in said
 
 
-def test_bind_says_which_groups_the_node_knows(node: Node) -> None:
+def test_declined_image_with_redirect_bind_names_the_groups_known_to_the_node(node: Node) -> None:
     path = node.put("proj/image.sqsh", mode=0o640)
     os.chown(node.server / "proj/image.sqsh", 0, PROJ)
     ran = node.prolog(7, path, comment=f"stage={path}")
@@ -102,7 +102,7 @@ def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     return data.show(bare, msgspec.structs.replace(job, step=0), limit, None)
 
 
-def test_directory_that_a_steps_groups_can_read_is_read_again(
+def test_directory_readable_only_in_a_step_is_copied_then(
     spank: Node,
 ) -> None:
     spank.put("proj/set/file", b"content")
@@ -125,7 +125,7 @@ def test_directory_that_a_steps_groups_can_read_is_read_again(
         loop.detach_device(one)
 
 
-def test_user_whom_the_node_does_not_know_is_named_by_number(spank: Node) -> None:
+def test_user_without_an_account_on_the_node_is_shown_by_number(spank: Node) -> None:
     """Slurm calls each of them nobody."""
     path = spank.put("alice/image.sqsh")
     stranger = as_user.User("nobody", 4_000_000, 4_000_000)
@@ -133,7 +133,7 @@ def test_user_whom_the_node_does_not_know_is_named_by_number(spank: Node) -> Non
     assert explain.read_job_history(spank.places, 7).runs[0].user == "4000000"
 
 
-def test_name_service_is_asked_once_for_a_hook_and_all_that_it_starts(
+def test_name_service_is_queried_once_by_a_prolog_and_its_stager(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stager's children alone asked a dozen times: 13 s where each answer takes 0.7 s."""
@@ -148,7 +148,7 @@ def test_name_service_is_asked_once_for_a_hook_and_all_that_it_starts(
     assert len((tmp_path / "asked").read_text().splitlines()) == 1
 
 
-def test_name_service_that_does_not_answer_is_named(
+def test_prolog_with_a_hanging_name_service_is_declined_with_slow_names(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: signal.pause())
@@ -158,7 +158,7 @@ def test_name_service_that_does_not_answer_is_named(
     assert "name service took more than" in ran.outcome.detail
 
 
-def test_home_that_is_slow_is_waited_for_as_long_as_the_hook_may_take(
+def test_slow_home_directory_is_waited_for_within_the_deadline(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job waits for its home directory as well; a second was too short for some."""
@@ -173,7 +173,9 @@ def test_home_that_is_slow_is_waited_for_as_long_as_the_hook_may_take(
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_home_that_hangs_is_named(node: Node, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_home_directory_is_named_in_the_decline(
+    node: Node, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is known to hang takes no more of a hook's time."""
     monkeypatch.setattr(container_binds, "_read_folder_binds", lambda *_: signal.pause())
     home = str(node.shared / "alice")

@@ -57,13 +57,13 @@ def run(tmp_path: Path, hook: str, fake: str | bytes | None) -> subprocess.Compl
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fake", FAKES)
-def test_no_end_of_python_drains_the_node(tmp_path: Path, hook: str, fake: str) -> None:
+def test_hook_script_exits_0_however_python_ends(tmp_path: Path, hook: str, fake: str) -> None:
     assert run(tmp_path, hook, FAKES[fake]).returncode == 0
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(("fake", "status"), [("is missing", 127), ("prints a traceback", 1)])
-def test_python_that_fails_is_one_line_of_the_log(
+def test_hook_script_logs_one_line_if_python_fails(
     tmp_path: Path, dev_log: socket.socket, hook: str, fake: str, status: int
 ) -> None:
     run(tmp_path, hook, FAKES[fake])
@@ -76,7 +76,7 @@ def test_python_that_fails_is_one_line_of_the_log(
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_python_that_ends_as_it_should_is_no_line_of_the_guards(
+def test_hook_script_logs_nothing_if_python_exits_0(
     tmp_path: Path, dev_log: socket.socket, hook: str
 ) -> None:
     run(tmp_path, hook, FAKES["exits 0"])
@@ -86,7 +86,7 @@ def test_python_that_ends_as_it_should_is_no_line_of_the_guards(
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_epilog_without_python_leaves_a_mark_for_a_job_that_has_a_lease(
+def test_epilog_script_marks_a_leased_job_as_over_if_python_fails(
     tmp_path: Path, fake: str
 ) -> None:
     script = FAKES[fake]
@@ -108,22 +108,20 @@ def test_epilog_without_python_leaves_a_mark_for_a_job_that_has_a_lease(
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("hook", HOOKS)
-def test_log_that_nobody_reads_does_not_hold_up_the_guard(tmp_path: Path, hook: str) -> None:
+def test_hook_script_does_not_block_on_an_unread_dev_log(tmp_path: Path, hook: str) -> None:
     ran = run(tmp_path, hook, None)
     assert (ran.returncode, ran.stdout) == (0, b"")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hook_runs_its_own_sequence_isolated_from_the_environment(
-    tmp_path: Path, hook: str
-) -> None:
+def test_hook_script_starts_python_isolated_with_the_hooks_name(tmp_path: Path, hook: str) -> None:
     out = run(tmp_path, hook, 'printf "%s\\n" "$@"').stdout.decode().splitlines()
     assert out[:2] == ["-I", "-c"]
     assert f'main("{hook}")' in out[2]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_slurmd_can_run_the_file_and_it_is_short(hook: str) -> None:
+def test_hook_script_is_executable_short_and_uses_absolute_paths(hook: str) -> None:
     file = REPOSITORY / hook / "forestage"
     assert file.stat().st_mode & stat.S_IXUSR
     lines = file.read_text().splitlines()

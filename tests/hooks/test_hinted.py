@@ -40,7 +40,7 @@ def used(node: Node, path: Path) -> str:
     return "\t".join(["use", str(node.cache.image(found.key)), str(path), *map(str, numbers)])
 
 
-def test_step_without_an_image_shows_all_that_the_comment_names(
+def test_step_without_an_image_is_answered_with_all_images_of_the_comment(
     spank: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     link = spank.server / "alice/link"
@@ -56,7 +56,7 @@ def test_step_without_an_image_shows_all_that_the_comment_names(
     assert list(spank.leases.directory.iterdir()) == []
 
 
-def test_feature_adds_the_image_that_its_raw_word_means_and_is_told_it_in_each_step(
+def test_feature_adds_images_for_its_raw_hint_word_and_gets_the_word_in_each_step(
     spank: Node,
     paths: list[Path],
     capfd: pytest.CaptureFixture[str],
@@ -80,7 +80,9 @@ def test_feature_adds_the_image_that_its_raw_word_means_and_is_told_it_in_each_s
     assert "say" not in run_step(spank, 2, capfd)
 
 
-def test_images_of_the_comment_that_are_here_are_local(spank: Node, paths: list[Path]) -> None:
+def test_forestage_local_lists_the_comments_images_that_are_in_the_cache(
+    spank: Node, paths: list[Path]
+) -> None:
     new = spank.put("alice/new.sqsh", content(3))
     assert spank.prolog(1, comment=f"stage={paths[1]},{new},{paths[0]} stage-wait=0").code == 0
     found = Helper(spank, environ(spank, 1, paths[0])).variables()
@@ -89,7 +91,7 @@ def test_images_of_the_comment_that_are_here_are_local(spank: Node, paths: list[
     assert "FORESTAGE_DATA_RESULT" not in found
 
 
-def test_step_with_an_image_shows_that_and_the_comments(
+def test_step_with_an_image_is_answered_with_that_image_and_the_comments_images(
     spank: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert spank.prolog(1, comment=f"stage={paths[0]}").code == 0
@@ -97,7 +99,7 @@ def test_step_with_an_image_shows_that_and_the_comments(
     assert said.splitlines() == [f"also\t{used(spank, paths[0])}", used(spank, paths[1])]
 
 
-def test_image_that_was_declined_is_shown_to_no_step(
+def test_declined_image_of_the_comment_is_not_in_a_steps_answer(
     spank: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = spank.put("alice/empty.sqsh", b"")
@@ -106,7 +108,7 @@ def test_image_that_was_declined_is_shown_to_no_step(
     assert run_step(spank, 1, capfd) == "leave\tno-image\n"
 
 
-def test_image_of_the_option_alone_needs_no_helper_in_other_steps(
+def test_job_with_only_an_image_option_records_no_hints_for_other_steps(
     spank: Node, paths: list[Path]
 ) -> None:
     assert spank.prolog(1, paths[0]).said == ("hit", "")
@@ -121,7 +123,7 @@ def counted(node: Node) -> EventTally:
     return found
 
 
-def test_bytes_are_spared_once_a_step_is_shown_the_copy(
+def test_bytes_count_as_spared_for_each_step_that_gets_the_comments_image(
     spank: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert spank.prolog(1, comment=f"stage={paths[0]}").said == ("hit", "")
@@ -133,7 +135,7 @@ def test_bytes_are_spared_once_a_step_is_shown_the_copy(
     assert counted(spank).starts == {"hit": 2}
 
 
-def test_hint_of_a_node_that_binds_is_no_matter_of_the_steps(node: Node) -> None:
+def test_hinted_image_with_redirect_bind_records_no_hints_for_steps(node: Node) -> None:
     path = node.put("alice/1.sqsh")
     assert node.prolog(1, comment=f"stage={path}").said == ("copied", "")
     assert not node.leases.hints(1).exists()
@@ -161,7 +163,7 @@ def test_hint_of_a_node_that_binds_is_no_matter_of_the_steps(node: Node) -> None
         ("stage=/etc/passwd", "n1: stage=/etc/passwd is not staged: "),
     ],
 )
-def test_bad_hint_is_said_once_by_the_first_step(
+def test_bad_hint_is_reported_to_the_user_once_by_the_first_step(
     loaded: Node, capfd: pytest.CaptureFixture[str], comment: str, line: str
 ) -> None:
     assert loaded.prolog(1, comment=comment.format(shared=loaded.shared)).code == 0
@@ -179,7 +181,7 @@ def asked(node: Node, option: str, comment: str = "") -> None:
     HookRun("prolog", environ, time.monotonic()).run(node.places, Clock())
 
 
-def test_option_is_served_in_place_of_the_comments_hint(
+def test_stage_option_is_served_instead_of_the_comments_hint(
     loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked(loaded, f"stage={paths[1]}\nstage-tell=yes\n", f"stage={paths[0]} stage-tell=no")
@@ -192,7 +194,7 @@ def test_option_is_served_in_place_of_the_comments_hint(
     assert (event.options, event.ignored) == (("stage", "stage-tell"),) * 2
 
 
-def test_option_that_was_set_by_hand_is_checked_again(
+def test_stage_option_set_by_hand_in_the_environment_is_validated(
     loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     bad = f"stage=../x\nstage={paths[0]}@/etc\nstage-dir=\x1b[2J\nother=1\nstage={paths[1]}"
@@ -209,7 +211,7 @@ def test_option_that_was_set_by_hand_is_checked_again(
     assert all(line.isprintable() for line in lines)
 
 
-def test_option_that_came_to_nothing_is_said_as_it_was_written(
+def test_failed_stage_option_is_reported_as_the_user_wrote_the_option(
     loaded: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked(loaded, "stage=/typo.sqsh\n")
@@ -217,7 +219,7 @@ def test_option_that_came_to_nothing_is_said_as_it_was_written(
     assert line.startswith("forestage: n1: --stage=/typo.sqsh is not staged: /typo.sqsh does not")
 
 
-def test_image_that_is_too_large_is_said(
+def test_image_above_max_image_size_is_reported_to_the_user(
     loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded.configure(redirect="spank", max_image_size="1KiB")
@@ -227,7 +229,7 @@ def test_image_that_is_too_large_is_said(
 
 
 @pytest.mark.parametrize("why", ["none", "no companion", "off", "disabled", "good", "stage=off"])
-def test_nobody_hears_of_hints_that_are_well_or_where_they_do_not_count(
+def test_no_message_for_good_hints_or_if_hints_do_not_count(
     loaded: Node, paths: list[Path], capfd: pytest.CaptureFixture[str], why: str
 ) -> None:
     comment = f"stage={paths[0]}" if why == "good" else "stage-wait=10parsecs"
@@ -254,7 +256,7 @@ def test_nobody_hears_of_hints_that_are_well_or_where_they_do_not_count(
     ids=["configuration", "cache"],
 )
 @pytest.mark.parametrize("tell", [True, False])
-def test_user_who_asks_is_told_of_each_request_that_the_node_cannot_serve(
+def test_stage_tell_reports_each_request_that_the_node_cannot_serve(
     loaded: Node,
     paths: list[Path],
     capfd: pytest.CaptureFixture[str],
@@ -276,7 +278,7 @@ def test_user_who_asks_is_told_of_each_request_that_the_node_cannot_serve(
     assert texts_for_user(run_step(loaded, 1, capfd, paths[1])) == []
 
 
-def test_hint_of_a_terminals_escapes_is_said_without_them(
+def test_hint_with_terminal_escapes_is_reported_without_escapes(
     loaded: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded.prolog(1, comment="stage-\x1b]0;owned\x07=1 stage=/\x1b[2J\u202e.sqsh stage-wait=\x9b5m")
@@ -285,7 +287,7 @@ def test_hint_of_a_terminals_escapes_is_said_without_them(
     assert all(line.isprintable() for line in text.replace("\t", "").splitlines())
 
 
-def test_another_node_than_the_first_says_nothing_and_notes_it_no_longer(
+def test_step_on_another_node_than_the_first_reports_no_bad_hint(
     loaded: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loaded.prolog(1, comment="stage-wait=x")
@@ -297,7 +299,7 @@ def test_another_node_than_the_first_says_nothing_and_notes_it_no_longer(
 
 
 @pytest.mark.parametrize(("listed", "does"), [("n[1-2]", True), ("n[0-1]", False), ("n1", True)])
-def test_only_the_first_node_of_a_job_says_its_bad_hints(
+def test_only_the_first_node_of_a_job_reports_its_bad_hints(
     loaded: Node, capfd: pytest.CaptureFixture[str], listed: str, does: bool
 ) -> None:
     """Else a script with a step for each node would say them as often."""
@@ -321,7 +323,7 @@ def test_only_the_first_node_of_a_job_says_its_bad_hints(
     ],
 )
 @pytest.mark.parametrize("redirect", ["spank", "bind"])
-def test_no_bytes_in_a_hint_drain_a_node_or_reach_a_terminal(
+def test_hint_of_any_bytes_exits_0_and_leaves_printable_events(
     node: Node, comment: str, redirect: str
 ) -> None:
     node.configure(redirect=redirect)
@@ -331,12 +333,14 @@ def test_no_bytes_in_a_hint_drain_a_node_or_reach_a_terminal(
     assert node.places.events.read_text().replace("\n", "").isprintable()
 
 
-def test_many_bad_hints_are_few_lines(loaded: Node, capfd: pytest.CaptureFixture[str]) -> None:
+def test_many_bad_hints_give_a_bounded_number_of_message_lines(
+    loaded: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
     loaded.prolog(1, comment=" ".join(f"stage-{n}=x stage=/{n}" for n in range(40)))
     assert len(texts_for_user(run_step(loaded, 1, capfd))) == MAX_PROBLEMS
 
 
-def test_lock_that_stays_held_costs_the_job_no_more_than_the_line(
+def test_bad_hint_is_not_reported_if_the_space_lock_stays_held(
     loaded: Node, capfd: pytest.CaptureFixture[str], short_locks: None
 ) -> None:
     loaded.cache.prepare(require_mount=False)

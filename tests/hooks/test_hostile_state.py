@@ -120,7 +120,7 @@ def shows(node: Node, wanted: SourceImage) -> bool:
 
 @pytest.mark.cases(2)
 @each("gone", "cut", "garbage", "full directory", "link", "fifo")
-def test_damaged_cache_costs_a_miss_and_no_other_entry(
+def test_damaged_cache_files_cost_a_miss_and_no_intact_entry(
     node: Node, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One entry, or one part, for each of its files; all of them damaged in the same way."""
@@ -190,7 +190,9 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
 
 
 @each("gone", "cut", "full directory", "fifo")
-def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
+def test_sweep_after_a_restart_evicts_damaged_entries_and_keeps_intact_ones(
+    node: Node, damage: Damage
+) -> None:
     made = spoil_each(node, damage)
     here = Here.of(load_config(node.places.etc).config, node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient(""), False, lambda text: None)
@@ -202,7 +204,9 @@ def test_sweep_after_a_restart_ends_and_keeps_what_is_right(node: Node, damage: 
 
 
 @each("gone", "garbage", "fifo")
-def test_verifying_all_ends_and_keeps_what_is_right(node: Node, damage: Damage) -> None:
+def test_verify_all_evicts_damaged_entries_and_keeps_intact_ones(
+    node: Node, damage: Damage
+) -> None:
     made = spoil_each(node, damage)
     (node.server / "alice/entry-map").unlink()  # so that its digests are looked at
     world = CommandContext(node.places, Clock())
@@ -212,7 +216,7 @@ def test_verifying_all_ends_and_keeps_what_is_right(node: Node, damage: Damage) 
 
 
 @each("cut", "garbage", "full directory")
-def test_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
+def test_damaged_lease_lets_other_jobs_be_served_and_evicts_nothing(
     node: Node, damage: Damage
 ) -> None:
     held, other = put(node, "held"), put(node, "other")
@@ -245,7 +249,7 @@ def test_damaged_lease_costs_no_job_its_image_and_evicts_nothing(
 
 
 @each("cut", "fifo")
-def test_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
+def test_requeued_job_with_its_own_damaged_lease_reads_the_source(
     node: Node, damage: Damage
 ) -> None:
     wanted = put(node, "image")
@@ -258,7 +262,7 @@ def test_requeued_job_that_meets_a_damaged_lease_of_its_own_reads_the_original(
 
 
 @each("cut", "garbage", "fifo")
-def test_cache_whose_format_cannot_be_read_is_left_alone(
+def test_cache_with_a_damaged_format_file_is_refused_and_unchanged(
     node: Node, damage: Damage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.cache.prepare(require_mount=True)
@@ -274,7 +278,7 @@ def test_cache_whose_format_cannot_be_read_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["entries", "parts", "evicted", "locks"])
-def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str) -> None:
+def test_missing_directory_of_the_cache_is_created_again(node: Node, name: str) -> None:
     node.cache.prepare(require_mount=True)
     wanted = publish(node, "image")
     shutil.rmtree(node.cache.root / name)
@@ -285,7 +289,7 @@ def test_directory_of_the_cache_that_is_gone_is_made_anew(node: Node, name: str)
 
 @pytest.mark.cases(2)
 @each("cut", "link", "fifo")
-def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage: Damage) -> None:
+def test_damaged_event_log_or_cachedir_tag_does_not_stop_a_job(node: Node, damage: Damage) -> None:
     """Events, CACHEDIR.TAG, and what a killed hook left where redirects are made."""
     node.cache.prepare(require_mount=True)
     node.places.redirects.mkdir(parents=True)
@@ -308,7 +312,7 @@ def test_damaged_file_that_only_people_read_is_in_no_jobs_way(node: Node, damage
     assert node.binds() == {}
 
 
-def test_line_of_brackets_hides_no_event(node: Node) -> None:
+def test_garbage_in_the_event_log_hides_no_event_of_the_epilog(node: Node) -> None:
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
     with node.places.events.open("ab") as file:
@@ -320,7 +324,7 @@ def test_line_of_brackets_hides_no_event(node: Node) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("who", ["theirs", "everybody's", "a group's", "everybody's by a link"])
-def test_cache_below_a_directory_that_others_can_change_is_not_used(node: Node, who: str) -> None:
+def test_cache_below_a_directory_writable_by_other_users_is_refused(node: Node, who: str) -> None:
     """Whoever renames the cache away can have root write into a directory of his own."""
     scratch = node.nvme / "scratch"
     scratch.mkdir()

@@ -48,7 +48,7 @@ def encoded(path: str) -> str:
     return "".join(f"%{byte:02x}" for byte in os.fsencode(path))
 
 
-def test_any_name_of_a_file_is_staged_shown_and_released(
+def test_file_with_any_name_is_staged_redirected_and_released(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Through links, since a path with control characters is asked for by no job of ours."""
@@ -74,7 +74,7 @@ SAVES = ["\udcff", "a\nb", "x" * 300, "x" * 5000, "/" * 100_000, "../" * 3000, "
 
 
 @pytest.mark.parametrize("saves", SAVES, ids=range(len(SAVES)))
-def test_nonsense_to_save_to_does_no_harm(node: Node, saves: str) -> None:
+def test_nonsensical_save_path_does_not_stop_staging(node: Node, saves: str) -> None:
     ran = node.prolog(1, node.put("alice/image.sqsh"), saves=saves)
     assert (ran.code, ran.outcome.result) == (0, "copied")
     assert (node.epilog(1).code, node.binds()) == (0, {})
@@ -92,7 +92,7 @@ def test_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(node: Node) -> 
     assert node.prolog(3, path).said == ("hit", "")
 
 
-def test_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
+def test_hard_link_to_an_image_gives_no_rights_that_the_file_has_lost(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
     node.put("bob/own.sqsh", content(2), BOB)
     os.link(node.server / "alice/image.sqsh", node.server / "bob/link.sqsh")
@@ -109,7 +109,7 @@ def test_hard_link_lends_no_rights_that_the_file_has_lost(node: Node) -> None:
     assert read_as(ALICE, path) == content()
 
 
-def test_redirect_covers_the_open_file_and_not_what_its_path_became(
+def test_redirect_is_mounted_on_the_opened_file_if_its_path_is_swapped(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Swapped in the last moment: after the file was opened and compared, before the mount."""
@@ -133,7 +133,7 @@ def test_redirect_covers_the_open_file_and_not_what_its_path_became(
 
 
 @pytest.mark.parametrize("put", ["nothing", "a file", "a link"])
-def test_redirect_moved_while_it_is_unmounted_is_followed(
+def test_redirect_moved_during_its_unmount_is_unmounted(
     node: Node, monkeypatch: pytest.MonkeyPatch, put: str
 ) -> None:
     """Whoever renames at the right moment would else keep it, and its old bytes, for later jobs."""
@@ -178,7 +178,7 @@ setfacl -m u:4242:rw {image}
 """
 
 
-def test_user_namespace_gives_no_power_over_a_redirect(node: Node) -> None:
+def test_user_as_root_of_a_user_namespace_cannot_change_a_redirect(node: Node) -> None:
     """There a user is root, and may mount; but what the node has locked stays so."""
     path = node.put("alice/image.sqsh")
     other = node.put("alice/other.sqsh", content(2))
@@ -260,7 +260,7 @@ def _swap_while(node: Node, seed: int, targets: list[Path], run: Callable[[], No
 
 
 @pytest.mark.parametrize(("seed", "rounds"), [(1, 6), pytest.param(2, 400, marks=pytest.mark.long)])
-def test_paths_that_are_swapped_all_the_time_show_nobody_anything_new(
+def test_paths_swapped_during_hooks_show_no_user_another_users_bytes(
     node: Node, seed: int, rounds: int
 ) -> None:
     own = node.put("alice/own.sqsh", content(1))
@@ -317,7 +317,7 @@ def _read_now(path: Path) -> bytes | None:
     return ran.stdout if ran.returncode == 0 else None
 
 
-def test_lease_on_a_copy_holds_up_no_hook_of_others(node: Node) -> None:
+def test_file_lease_of_a_user_on_the_copy_delays_no_hook(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key

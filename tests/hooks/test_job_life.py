@@ -35,7 +35,7 @@ def test_cold_image_is_copied_and_its_path_shows_the_copy(node: Node) -> None:
     assert os.listdir(node.places.leases) == ["7.json"]
 
 
-def test_job_can_read_through_the_redirect_but_not_write(node: Node) -> None:
+def test_job_can_read_a_redirected_image_but_not_write(node: Node) -> None:
     path = node.staged(7)
     assert read_as(ALICE, path) == content()
     for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
@@ -56,7 +56,7 @@ def test_warm_image_is_not_copied_again(node: Node) -> None:
     assert node.shows_entry(path, ran.outcome.key)
 
 
-def test_epilog_leaves_nothing_but_the_entry(node: Node) -> None:
+def test_epilog_removes_redirect_and_lease_and_keeps_the_entry(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     key = node.prolog(7, path).outcome.key
 
@@ -71,7 +71,7 @@ def test_epilog_leaves_nothing_but_the_entry(node: Node) -> None:
         assert list(empty.iterdir()) == []
 
 
-def test_redirect_stays_until_the_last_job_has_gone(node: Node) -> None:
+def test_redirect_stays_until_the_last_job_with_a_lease_ends(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     key = node.prolog(1, path).outcome.key
     assert node.prolog(2, path, user=BOB).outcome.redirect == "kept"
@@ -81,7 +81,7 @@ def test_redirect_stays_until_the_last_job_has_gone(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_requeued_job_that_meets_its_own_lease_is_served_again(node: Node) -> None:
+def test_requeued_job_with_its_own_old_lease_is_served_again(node: Node) -> None:
     path = node.staged(7)
     ran = node.prolog(7, path)
     assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "kept")
@@ -108,7 +108,7 @@ def test_all_images_of_a_job_are_staged_and_released(node: Node) -> None:
     assert node.binds() == {}
 
 
-def test_path_that_no_text_can_hold_plainly_is_redirected_and_released(node: Node) -> None:
+def test_path_with_blanks_and_backslashes_is_redirected_and_released(node: Node) -> None:
     path = node.put("alice/a b\\tü\x0cx.sqsh")
     link = node.server / "alice/link"
     link.symlink_to(node.shared / path.relative_to(node.shared))
@@ -142,7 +142,7 @@ def _by_rename(node: Node, path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_in_place, _by_rename])
-def test_next_job_sees_a_changed_source_while_an_older_lease_lives(
+def test_next_job_sees_a_changed_source_while_an_older_lease_exists(
     node: Node, change: object
 ) -> None:
     assert callable(change)
@@ -165,7 +165,7 @@ def test_next_job_sees_a_changed_source_while_an_older_lease_lives(
     assert node.binds() == {}
 
 
-def test_source_with_other_bytes_but_same_size_and_time_is_another_image(node: Node) -> None:
+def test_source_with_other_bytes_but_same_size_and_mtime_is_another_image(node: Node) -> None:
     path = node.put("alice/image.sqsh", content(1))
     old = node.prolog(1, path).outcome.key
     source = node.server / "alice/image.sqsh"
@@ -187,7 +187,7 @@ def test_image_deleted_under_a_redirect_is_gone_for_the_next_job(node: Node) -> 
     assert node.epilog(1).code == 0
 
 
-def test_redirect_none_stages_and_leases_but_changes_nothing_a_job_sees(node: Node) -> None:
+def test_redirect_none_stages_and_leases_but_mounts_nothing(node: Node) -> None:
     node.configure(redirect="none")
     path = node.put("alice/image.sqsh")
     ran = node.prolog(7, path)
@@ -207,7 +207,7 @@ def test_redirect_none_stages_and_leases_but_changes_nothing_a_job_sees(node: No
         ("home", "{}"),
     ],
 )
-def test_job_that_writes_to_its_own_image_is_not_redirected(
+def test_job_that_saves_to_its_own_image_is_not_redirected(
     node: Node, asked: str, saves: str
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -219,7 +219,7 @@ def test_job_that_writes_to_its_own_image_is_not_redirected(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("saves", ["{}", "alice/image.sqsh", "./alice/image.sqsh"])
-def test_job_that_only_saves_has_no_redirect_there_as_long_as_it_runs(
+def test_path_that_a_job_saves_to_is_not_redirected_while_the_job_runs(
     node: Node, saves: str
 ) -> None:
     path = node.staged(1)
@@ -233,7 +233,7 @@ def test_job_that_only_saves_has_no_redirect_there_as_long_as_it_runs(
     assert node.prolog(4, path).outcome.redirect == "mounted"
 
 
-def test_job_that_saves_to_an_image_another_job_uses_can_write_it(node: Node) -> None:
+def test_job_that_saves_to_an_image_unmounts_another_jobs_redirect(node: Node) -> None:
     path = node.staged(1)
     node.prolog(2, path, saves=str(path))
     assert node.shows_source(path)

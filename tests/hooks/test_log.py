@@ -41,7 +41,7 @@ def test_unread_dev_log_does_not_block_hook_or_stager(node: Node) -> None:
     assert node.epilog(1).outcome.result == "released"
 
 
-def test_line_has_the_format_of_syslog(dev_log: socket.socket) -> None:
+def test_log_line_has_the_format_of_syslog(dev_log: socket.socket) -> None:
     ran = run_without_image("prolog")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
     received = dev_log.recv(65536).decode()
@@ -50,16 +50,16 @@ def test_line_has_the_format_of_syslog(dev_log: socket.socket) -> None:
 
 
 @pytest.mark.usefixtures("dev_log")
-def test_line_that_is_too_long_for_a_datagram_is_dropped() -> None:
+def test_log_line_too_long_for_a_datagram_is_dropped() -> None:
     log.say("x" * 10_000_000, by_slurm=True)
 
 
-def test_dev_log_whose_reader_has_gone_costs_the_line_only(dev_log: socket.socket) -> None:
+def test_log_line_to_a_dead_dev_log_is_dropped(dev_log: socket.socket) -> None:
     dev_log.close()
     log.say("lost", by_slurm=True)
 
 
-def test_stderr_that_is_closed_costs_the_line_only(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_line_to_a_closed_stderr_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     stderr = os.dup(2)
     try:
         os.close(2)

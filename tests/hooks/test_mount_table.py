@@ -56,7 +56,7 @@ def crowded(request: pytest.FixtureRequest, node: Node, tmp_path: Path) -> Itera
     mounts.umount(str(others))
 
 
-def test_outdated_redirect_that_is_made_as_a_source_is_opened_is_no_source_and_is_unmounted(
+def test_outdated_redirect_mounted_while_the_source_is_opened_is_not_read_and_is_unmounted(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table that was read before the path is opened would not have it."""
@@ -100,7 +100,7 @@ def test_outdated_redirect_that_is_made_as_a_source_is_opened_is_no_source_and_i
         ("bind", True, (3, 5, 3)),
     ],
 )
-def test_hooks_of_a_hit_read_the_mount_table_as_few_times_however_long_it_is(
+def test_hooks_of_a_hit_read_the_mount_table_a_fixed_number_of_times(
     crowded: Node, count: Count, redirect: str, others: bool, reads: tuple[int, ...]
 ) -> None:
     node = crowded

@@ -94,7 +94,7 @@ def evict_all(node: Node) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["entry", "evicted"])
-def test_outdated_redirect_of_an_earlier_cache_is_no_source(
+def test_outdated_redirect_of_an_earlier_cache_is_not_read_as_the_source(
     earlier: Node, is_evicted: bool
 ) -> None:
     node = earlier
@@ -115,7 +115,7 @@ def test_outdated_redirect_of_an_earlier_cache_is_no_source(
     assert node.shows_source(path)
 
 
-def test_right_redirect_of_an_earlier_cache_serves_jobs_until_the_last_of_them_ends(
+def test_current_redirect_of_an_earlier_cache_stays_until_its_last_job_ends(
     node: Node,
 ) -> None:
     path = node.staged(1)
@@ -128,7 +128,7 @@ def test_right_redirect_of_an_earlier_cache_serves_jobs_until_the_last_of_them_e
     assert node.shows_source(path)
 
 
-def test_what_cannot_be_opened_any_more_is_shown_by_no_redirect_of_an_earlier_cache(
+def test_redirect_of_an_earlier_cache_is_unmounted_if_the_user_may_not_open_the_source(
     node: Node,
 ) -> None:
     path = node.staged(1)
@@ -138,7 +138,7 @@ def test_what_cannot_be_opened_any_more_is_shown_by_no_redirect_of_an_earlier_ca
     assert node.shows_source(path)
 
 
-def test_cache_that_moved_twice_leaves_no_redirect_to_jobs_epilogs_status_and_sweep(
+def test_redirects_of_two_earlier_caches_are_listed_by_status_and_unmounted_by_epilogs_and_sweep(
     node: Node,
 ) -> None:
     names = [f"alice/{n}.sqsh" for n in range(4)]
@@ -158,7 +158,7 @@ def test_cache_that_moved_twice_leaves_no_redirect_to_jobs_epilogs_status_and_sw
     assert all(node.shows_source(path) for path in first + second)
 
 
-def test_any_jobs_epilog_takes_off_what_no_lease_needs_of_an_earlier_cache(node: Node) -> None:
+def test_epilog_of_any_job_unmounts_unneeded_redirects_of_an_earlier_cache(node: Node) -> None:
     path = node.staged(1)
     node.configure(cache=OTHER)
     other = node.staged(2, "alice/other.sqsh")
@@ -169,7 +169,7 @@ def test_any_jobs_epilog_takes_off_what_no_lease_needs_of_an_earlier_cache(node:
     assert node.shows_source(other)
 
 
-def test_unredirect_takes_off_those_of_all_caches(node: Node) -> None:
+def test_unredirect_unmounts_redirects_of_all_earlier_caches(node: Node) -> None:
     paths = []
     for job, cache in enumerate((OTHER, THIRD)):
         node.configure(cache=cache)
@@ -182,7 +182,7 @@ def test_unredirect_takes_off_those_of_all_caches(node: Node) -> None:
     assert all(node.shows_source(path) for path in paths)
 
 
-def test_broken_configuration_shows_no_job_an_outdated_redirect_of_an_earlier_cache(
+def test_prolog_with_a_broken_configuration_unmounts_an_outdated_redirect_of_an_earlier_cache(
     node: Node,
 ) -> None:
     node.configure(cache=OTHER)
@@ -194,7 +194,7 @@ def test_broken_configuration_shows_no_job_an_outdated_redirect_of_an_earlier_ca
     assert path.read_bytes() == content(2)
 
 
-def test_redirect_that_a_hook_of_another_cache_makes_meanwhile_stays(
+def test_redirect_mounted_by_a_hook_of_another_cache_during_an_epilog_stays(
     node: Node, before: Arrange
 ) -> None:
     """It has another space lock."""
@@ -212,7 +212,7 @@ def test_redirect_that_a_hook_of_another_cache_makes_meanwhile_stays(
     assert set(node.binds()) == {str(begun[0])}
 
 
-def test_two_caches_that_note_where_they_lie_at_once_lose_nothing(
+def test_two_caches_that_record_their_origins_at_once_lose_neither(
     node: Node, before: Arrange
 ) -> None:
     first, second = node.cache, Cache(node.nvme / "other", node.places.claims)
@@ -236,7 +236,7 @@ LOOK_ALIKE = (
 )
 
 
-def test_look_alike_in_a_users_namespace_is_none_of_ours(
+def test_users_mount_that_looks_like_a_redirect_in_a_namespace_is_not_unmounted(
     node: Node, private: Callable[..., Private]
 ) -> None:
     path = node.staged(1)
@@ -251,7 +251,7 @@ def test_look_alike_in_a_users_namespace_is_none_of_ours(
     assert container.reads(path) == b"mine\n", "what its user made stays"
 
 
-def test_bind_of_an_earlier_cache_in_a_users_namespace_goes_with_any_jobs_epilog(
+def test_epilog_of_any_job_unmounts_a_bind_of_an_earlier_cache_in_a_users_namespace(
     node: Node, private: Callable[..., Private]
 ) -> None:
     path = node.staged(1)

@@ -114,7 +114,7 @@ def test_step_in_its_jobs_namespaces_has_the_copy(
 
 
 @BOTH
-def test_file_that_others_may_read_through_is_not_served_by_what_ends_with_a_job(
+def test_step_inside_a_jobs_namespaces_starts_no_keeper_that_would_end_with_the_job(
     node: Node, job: Callable[..., JobsOwn], users: str
 ) -> None:
     """Its keeper would be killed with that job, and other jobs' reads would be I/O errors."""
@@ -137,7 +137,7 @@ def test_file_that_others_may_read_through_is_not_served_by_what_ends_with_a_job
 
 
 @BOTH
-def test_copy_that_is_killed_with_its_job_is_seen_to_be_so_and_goes_on_for_the_next(
+def test_copy_killed_with_its_jobs_namespace_is_resumed_by_the_next_job(
     node: Node, job: Callable[..., JobsOwn], users: str
 ) -> None:
     """The pid that its stager noted is that of another process on the node, or of none."""
@@ -158,7 +158,7 @@ def test_copy_that_is_killed_with_its_job_is_seen_to_be_so_and_goes_on_for_the_n
     assert copied.resumed >= MIB
 
 
-def test_root_of_a_namespace_that_is_not_the_nodes_changes_nothing(
+def test_step_as_root_of_a_foreign_user_namespace_changes_nothing(
     node: Node, job: Callable[..., JobsOwn]
 ) -> None:
     """A site's UserNSScript maps users as it likes: all that is root's is out of reach."""

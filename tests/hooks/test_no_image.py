@@ -24,7 +24,7 @@ def ask(node: Node, job: int, path: Path, way: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("data", [LOG, squashfs.MAGIC, squashfs.MAGIC + bytes(1000)])
-def test_other_users_file_stays_writable_movable_and_uncopied(
+def test_other_users_file_that_is_no_squashfs_is_declined_and_stays_writable(
     node: Node, way: str, data: bytes
 ) -> None:
     path = node.put("bob/progress.log", data, user=BOB)
@@ -43,14 +43,14 @@ def test_other_users_program_keeps_its_setuid_bit(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_image_that_became_another_file_loses_the_redirect_of_a_running_job(node: Node) -> None:
+def test_image_replaced_by_a_plain_file_loses_the_redirect_of_a_running_job(node: Node) -> None:
     path = node.staged(1)
     node.put("alice/image.sqsh", LOG)
     assert ask(node, 2, path, "option") == ("declined", "not-squashfs")
     assert path.read_bytes() == LOG
 
 
-def test_entry_of_another_mode_is_not_bound(node: Node) -> None:
+def test_entry_copied_with_redirect_none_is_not_bound_if_no_squashfs(node: Node) -> None:
     node.configure(redirect="none")
     path = node.put("bob/data", LOG, user=BOB)
     assert node.prolog(1, path).outcome.result == "copied"
@@ -60,7 +60,7 @@ def test_entry_of_another_mode_is_not_bound(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("redirect", "result"), [("spank", "started"), ("none", "copied")])
-def test_any_file_is_staged_where_the_node_does_not_show_it(
+def test_file_that_is_no_squashfs_is_staged_unless_redirect_is_bind(
     node: Node, redirect: str, result: str
 ) -> None:
     node.configure(redirect=redirect)
@@ -69,14 +69,14 @@ def test_any_file_is_staged_where_the_node_does_not_show_it(
     assert node.shows_source(path)
 
 
-def test_only_the_part_of_the_nodes_jobs_with_bind_is_refused(node: Node) -> None:
+def test_file_that_is_no_squashfs_is_staged_in_a_partition_with_redirect_none(node: Node) -> None:
     node.configure(redirect="bind", partitions={"batch": {"redirect": "none"}})
     assert node.prolog(1, node.put("alice/data", LOG)).outcome.result == "copied"
     assert node.prolog(2, node.put("alice/image.sqsh", content())).outcome.result == "copied"
     assert node.binds() == {}
 
 
-def test_image_that_its_owner_writes_stays_writable(node: Node) -> None:
+def test_image_open_for_writing_is_declined_and_stays_writable(node: Node) -> None:
     path = node.put("bob/new.sqsh", content(), user=BOB)
     with path.open("r+b") as written:
         assert ask(node, 1, path, "hint") == ("declined", "written")
@@ -98,7 +98,7 @@ def test_image_in_a_directory_that_the_user_cannot_list_is_not_redirected(node: 
     assert node.prolog(2, path, user=BOB).said == ("copied", "")
 
 
-def test_job_of_a_node_with_the_companion_redirects_for_its_steps_only(node: Node) -> None:
+def test_redirect_auto_binds_for_the_node_only_without_the_companion(node: Node) -> None:
     node.configure(redirect=None)
     (node.places.root / "plugstack.conf").write_text("optional /opt/forestage.so\n")
     path = node.put("bob/progress.log", LOG, user=BOB)
@@ -113,7 +113,7 @@ def test_job_of_a_node_with_the_companion_redirects_for_its_steps_only(node: Nod
     assert node.binds() == {str(image): node.identity(image).key}
 
 
-def test_plugstack_that_cannot_be_read_binds_nothing_and_is_logged_once(
+def test_unreadable_plugstack_mounts_no_redirect_and_is_logged_once(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The companion, which is loaded, shows the job its copy."""
@@ -131,7 +131,7 @@ def test_plugstack_that_cannot_be_read_binds_nothing_and_is_logged_once(
     assert "slurm-conf" not in capfd.readouterr().err
 
 
-def test_bytes_that_are_no_utf8_in_slurms_files_bind_nothing(node: Node) -> None:
+def test_plugstack_with_bytes_that_are_not_utf8_still_shows_the_companion(node: Node) -> None:
     node.configure(redirect=None)
     node.places.run.mkdir(parents=True, exist_ok=True)
     node.places.loaded.touch()

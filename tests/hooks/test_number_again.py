@@ -57,7 +57,7 @@ def released(node: Node) -> list[str]:
     return [one.user for one in found if isinstance(one.outcome, ReleaseOutcome) and one.job == JOB]
 
 
-def test_prolog_without_an_image_releases_what_another_users_job_left(
+def test_prolog_without_an_image_releases_another_users_job_of_the_same_number(
     node: Node, image: Path
 ) -> None:
     (node.places.leases / f"{JOB}.nodes").write_text(f"n[1-2]\n{ALICE.uid} 100")
@@ -68,7 +68,7 @@ def test_prolog_without_an_image_releases_what_another_users_job_left(
     assert released(node) == [ALICE.name]
 
 
-def test_prolog_with_an_image_has_its_own_lease_and_nothing_of_the_first(
+def test_prolog_of_a_reused_number_has_its_own_lease_and_no_notes_of_the_first_job(
     node: Node, image: Path
 ) -> None:
     node.leases.say(node.held(JOB), off=True, say=("a line for Alice",))
@@ -81,7 +81,7 @@ def test_prolog_with_an_image_has_its_own_lease_and_nothing_of_the_first(
     assert released(node) == [ALICE.name]
 
 
-def test_nodes_that_the_new_job_was_given_stay(node: Node, image: Path) -> None:
+def test_prolog_of_a_reused_number_keeps_the_new_jobs_node_list(node: Node, image: Path) -> None:
     node.places.loaded.touch()
     own = node.environ(JOB, user=BOB) | {"SLURM_JOB_NODELIST": "n[1,3]"}
     node._run("prolog", own, None)
@@ -98,13 +98,15 @@ def test_second_prolog_of_the_same_run_releases_nothing(
     assert node.shows_entry(image, lease.uses[0].key)
 
 
-def test_prolog_of_a_later_run_releases_what_the_first_left(node: Node, image: Path) -> None:
+def test_prolog_of_a_later_run_releases_the_first_runs_lease_and_redirect(
+    node: Node, image: Path
+) -> None:
     run(node, "prolog", start="200")
     assert (node.lease(JOB), node.binds(), released(node)) == (None, {}, [ALICE.name])
 
 
 @pytest.mark.parametrize("bob", [False, True])
-def test_prolog_releases_nothing_of_a_job_that_has_a_step_here(
+def test_prolog_releases_nothing_of_a_job_with_a_running_step(
     node: Node, image: Path, bob: bool
 ) -> None:
     begin_step(node)
@@ -114,7 +116,7 @@ def test_prolog_releases_nothing_of_a_job_that_has_a_step_here(
     assert node.shows_entry(image, lease.uses[0].key)
 
 
-def test_job_whose_number_another_users_running_job_has_is_not_served(
+def test_job_with_the_number_of_another_users_running_job_is_declined(
     node: Node, image: Path
 ) -> None:
     begin_step(node)
@@ -129,7 +131,7 @@ def test_job_whose_number_another_users_running_job_has_is_not_served(
     assert node.shows_source(own)
 
 
-def test_step_reads_nothing_that_was_said_to_another_users_job(
+def test_step_reads_no_hints_and_notes_of_another_users_job_of_the_same_number(
     spank: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = spank.put("alice/image.sqsh")
@@ -157,7 +159,7 @@ def test_step_reads_nothing_that_was_said_to_another_users_job(
         ("", True, True),
     ],
 )
-def test_epilog_that_comes_late_releases_nothing_of_a_later_job(
+def test_late_epilog_releases_nothing_of_a_later_job_of_the_same_number(
     node: Node, image: Path, late: str, bob: bool, stays: bool
 ) -> None:
     asking = node.places.images / f"{JOB}.asked"
@@ -169,7 +171,7 @@ def test_epilog_that_comes_late_releases_nothing_of_a_later_job(
     assert bool(node.binds()) is stays
 
 
-def test_epilog_that_waits_for_the_lock_releases_nothing_of_a_later_job(
+def test_epilog_releases_nothing_of_a_later_job_that_began_while_waiting_for_the_lock(
     node: Node, image: Path, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     """A Prolog of that one had the lock."""
@@ -197,7 +199,7 @@ def test_epilog_that_waits_for_the_lock_releases_nothing_of_a_later_job(
         ({"SLURM_JOB_UID": str(BOB.uid)}, False),
     ],
 )
-def test_epilog_ends_no_prolog_that_works_for_a_later_job(
+def test_epilog_stops_no_prolog_of_a_later_job_of_the_same_number(
     node: Node, other: dict[str, str], ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = node.places.leases / f"{JOB}.prolog"
@@ -210,7 +212,7 @@ def test_epilog_ends_no_prolog_that_works_for_a_later_job(
     assert (waited == [str(mark)], mark.exists()) == (ended, not ended)
 
 
-def test_prolog_leaves_the_mark_of_another_users_prolog_at_work(
+def test_prolog_keeps_the_mark_of_another_users_running_prolog(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job may run; and this job's Prolog is not over with that one's work."""
@@ -224,7 +226,9 @@ def test_prolog_leaves_the_mark_of_another_users_prolog_at_work(
     assert mark.read_text().endswith(f"{ALICE.uid} 0")
 
 
-def test_outcome_of_the_new_job_is_told_apart_from_the_first(node: Node, image: Path) -> None:
+def test_job_of_a_reused_number_is_served_and_its_lease_has_the_new_user(
+    node: Node, image: Path
+) -> None:
     run(node, "prolog", image, bob=True)
     outcome = node.outcomes("prolog", JOB)[-1]
     assert isinstance(outcome, RequestOutcome)

@@ -29,7 +29,9 @@ def run_with_few(limit: int, work: Callable[[], int]) -> int:
 
 
 @pytest.mark.parametrize("limit", [10, FEW, 64, 256])
-def test_node_of_few_open_files_copies_or_says_why_not(node: Node, limit: int) -> None:
+def test_prolog_with_a_low_open_file_limit_copies_or_fails_with_too_many_open_files(
+    node: Node, limit: int
+) -> None:
     node.configure(cold="wait", threads=8)
     data = content(1, 12 << 20)
     path = node.put("alice/image.sqsh", data)

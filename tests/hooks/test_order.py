@@ -659,7 +659,7 @@ def played(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.parametrize("hook", ["prolog", "step", "epilog", "sweep", "tend"])
-def test_hook_does_its_work_in_this_order(played: Played, hook: str) -> None:
+def test_hook_does_its_work_in_the_required_order(played: Played, hook: str) -> None:
     done = played.run(hook)
     missing = {name for pair in ORDER if pair.hook == hook for name in pair[1:3]} - {*done}
     assert missing == set(), done
@@ -672,7 +672,9 @@ def test_hook_does_its_work_in_this_order(played: Played, hook: str) -> None:
 
 
 @pytest.mark.parametrize("row", IN_TROUBLE, ids=lambda row: f"{row.hook}-{row.what}")
-def test_hook_in_trouble_does_this_and_no_more(played: Played, row: Trouble) -> None:
+def test_hook_in_trouble_does_the_required_work_and_leaves_out_the_rest(
+    played: Played, row: Trouble
+) -> None:
     node = played.node
     with contextlib.ExitStack() as stack:
         done = played.run(

@@ -36,7 +36,7 @@ def holding(park: Park, before: Arrange) -> Callable[[Path], None]:
     return arrange
 
 
-def test_file_that_is_held_is_not_redirected_and_no_hook_hangs(
+def test_redirect_on_a_file_whose_mount_hangs_is_declined_and_the_hook_ends(
     node: Node, park: Park, holding: Callable[[Path], None]
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -50,7 +50,7 @@ def test_file_that_is_held_is_not_redirected_and_no_hook_hangs(
     assert node.shows_source(path)
 
 
-def test_next_mount_of_a_user_whose_mount_hangs_is_declined_at_once(
+def test_second_redirect_of_a_user_with_a_hanging_mount_is_declined_at_once(
     node: Node, holding: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other = node.put("alice/a.sqsh"), node.put("alice/b.sqsh", content(2))

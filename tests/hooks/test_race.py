@@ -51,7 +51,7 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
     return [ran for _, ran in sorted((answers.get() for _ in runs), key=lambda item: item[0])]
 
 
-def test_two_prologs_for_one_image_make_one_copy_and_both_get_it(node: Node) -> None:
+def test_two_prologs_for_one_image_make_one_copy_and_both_are_redirected(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     rans = together(lambda: node.prolog(1, path), lambda: node.prolog(2, path, BOB))
     outcomes = [ran.outcome for ran in rans]
@@ -76,7 +76,7 @@ def test_prologs_for_different_images_do_not_wait_for_each_other(node: Node) -> 
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_entry_is_not_evicted_between_stage_and_redirect(
+def test_entry_is_not_evicted_between_copy_and_redirect(
     node: Node, after: Arrange, warm: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -96,7 +96,7 @@ def test_entry_is_not_evicted_between_stage_and_redirect(
     ("times", "said", "shown"),
     [(1, ("copied", ""), True), (9, ("declined", "changed"), False)],
 )
-def test_bad_entry_that_verify_evicts_under_its_lease_is_staged_again_or_given_up(
+def test_entry_that_verify_evicts_under_its_lease_is_staged_again_or_declined(
     node: Node, after: Arrange, times: int, said: tuple[str, str], shown: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -157,7 +157,7 @@ def _swapped_for_a_link(node: Node, folder: Path, other: Path) -> None:
         (_swapped_for_a_link, "no-permission"),  # it is followed as the job itself would
     ],
 )
-def test_path_changed_between_copy_and_redirect_is_not_covered(
+def test_path_changed_between_copy_and_redirect_is_declined(
     node: Node, before: Arrange, change: Change, reason: str
 ) -> None:
     path = node.put("alice/sub/image.sqsh", content(1))
@@ -169,9 +169,7 @@ def test_path_changed_between_copy_and_redirect_is_not_covered(
     assert other.read_bytes() == content(3)
 
 
-def test_file_replaced_just_before_it_is_covered_is_no_failure_of_the_node(
-    node: Node, before: Arrange
-) -> None:
+def test_file_replaced_just_before_the_mount_is_staged_again(node: Node, before: Arrange) -> None:
     path = node.put("alice/image.sqsh", content(1))
     node.put("alice/new.sqsh", content(2))
     folder = node.server / "alice"
@@ -184,7 +182,7 @@ def test_file_replaced_just_before_it_is_covered_is_no_failure_of_the_node(
     assert node.shows_entry(path, node.identity(path).key)
 
 
-def test_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None:
+def test_lease_is_written_before_the_redirect_is_mounted(node: Node, before: Arrange) -> None:
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")
     mentioned: list[frozenset[str]] = []
@@ -193,7 +191,7 @@ def test_lease_is_there_before_the_redirect(node: Node, before: Arrange) -> None
     assert mentioned == [frozenset({str(path)})]
 
 
-def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
+def test_redirect_is_read_only_from_its_first_moment(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -210,7 +208,7 @@ def test_no_bind_of_the_cached_file_is_ever_writable_for_the_job(
     assert seen.read_text() == str(os.ST_RDONLY)
 
 
-def test_redirect_that_another_hook_clears_half_made_shows_the_source(
+def test_redirect_unmounted_half_made_by_another_hook_shows_the_source(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a change of `cache:` both hold a lock. It must not be the empty file that is bound."""
@@ -234,7 +232,7 @@ def test_redirect_that_another_hook_clears_half_made_shows_the_source(
     assert node.prolog(2, path).outcome.redirect == "mounted"
 
 
-def test_admins_own_bind_over_an_image_is_not_mistaken_for_ours(node: Node) -> None:
+def test_admins_own_bind_over_an_image_is_neither_listed_nor_unmounted(node: Node) -> None:
     """An admin's own bind over an image is neither taken off nor listed."""
     path = node.put("alice/image.sqsh", content(1))
     special = node.nvme / "special.sqsh"
@@ -248,7 +246,7 @@ def test_admins_own_bind_over_an_image_is_not_mistaken_for_ours(node: Node) -> N
     assert path.read_bytes() == content(5)
 
 
-def test_redirect_unmounted_while_the_next_job_looks_costs_that_job_nothing(
+def test_redirect_unmounted_while_the_next_prolog_opens_the_source_is_mounted_again(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look has opened the copy, and then the mount table no longer tells that it is one."""

@@ -8,7 +8,7 @@ from node import ALICE, SIZE, Node, content, read_as
 
 
 @pytest.mark.always
-def test_image_is_cold_then_warm_then_changed_then_evicted(node: Node) -> None:
+def test_readme_story_of_an_image_copied_hit_changed_and_evicted_holds(node: Node) -> None:
     path = node.put("alice/image.sqsh", content(1))
 
     # Cold: the Prolog copies the image, and its path shows the copy until the job has ended.

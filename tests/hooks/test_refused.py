@@ -120,7 +120,7 @@ REQUESTS = [
 @pytest.mark.parametrize(
     ("make", "reason"), REQUESTS, ids=[f"{n}-{reason}" for n, (_, reason) in enumerate(REQUESTS)]
 )
-def test_request_that_cannot_be_served_is_declined_and_never_drains_the_node(
+def test_request_that_cannot_be_served_is_declined_with_exit_0(
     node: Node, capfd: pytest.CaptureFixture[str], make: Callable[[Node], str], reason: str
 ) -> None:
     node.configure(max_image_size="1M")
@@ -137,7 +137,7 @@ def test_request_that_cannot_be_served_is_declined_and_never_drains_the_node(
     assert len(line) < 8000
 
 
-def test_without_sources_nothing_is_staged(node: Node) -> None:
+def test_image_is_declined_without_configured_sources(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     node.configure(sources=None)
     assert node.prolog(7, path).said == ("declined", "outside-sources")
@@ -146,7 +146,7 @@ def test_without_sources_nothing_is_staged(node: Node) -> None:
 @pytest.mark.parametrize(
     "keys", [{"enabled": False}, {"partitions": {"batch": {"enabled": False}}}]
 )
-def test_disabled_node_or_partition_does_nothing_at_all(
+def test_disabled_node_or_partition_declines_and_creates_no_cache(
     node: Node, keys: dict[str, object]
 ) -> None:
     node.configure(**keys)
@@ -154,7 +154,7 @@ def test_disabled_node_or_partition_does_nothing_at_all(
     assert not node.cache.root.exists()
 
 
-def test_switch_file_switches_the_next_hook_off_and_says_why(node: Node) -> None:
+def test_switch_file_makes_the_next_prolog_decline_with_its_first_line(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(7, path).said == ("copied", "")
     node.places.disabled.write_text("INC-42: look \x1b[31minto it\nand more\n")
@@ -184,7 +184,9 @@ def spoil(node: Node, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["off", "broken", "off broken", "disabled", "format", "not-ours"])
-def test_job_that_is_not_served_reads_no_older_bytes_of_a_running_job(node: Node, how: str) -> None:
+def test_prolog_that_serves_nothing_unmounts_an_outdated_redirect_of_a_running_job(
+    node: Node, how: str
+) -> None:
     path = node.put("alice/image.sqsh", content(1))
     assert node.prolog(7, path).said == ("copied", "")
     node.put("alice/image.sqsh", content(2))
@@ -195,7 +197,7 @@ def test_job_that_is_not_served_reads_no_older_bytes_of_a_running_job(node: Node
 
 
 @pytest.mark.parametrize("kind", ["empty", "binary", "directory", "fifo", "link", "huge"])
-def test_switch_of_any_kind_of_file_switches_off_even_with_broken_configuration(
+def test_switch_file_of_any_type_switches_off_even_with_a_broken_configuration(
     node: Node, kind: str
 ) -> None:
     path, file = node.put("alice/image.sqsh"), node.places.disabled
@@ -216,7 +218,7 @@ def test_switch_of_any_kind_of_file_switches_off_even_with_broken_configuration(
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_stage_off_leaves_the_job_alone_and_is_remembered_for_its_steps(
+def test_stage_off_stages_nothing_and_is_recorded_for_the_jobs_steps(
     node: Node, disabled: bool
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -228,7 +230,7 @@ def test_stage_off_leaves_the_job_alone_and_is_remembered_for_its_steps(
     assert (node.leases.said(7).off, node.held(7).uses) == (True, ())
 
 
-def test_stage_off_still_shows_the_source_and_not_an_older_copy(node: Node) -> None:
+def test_stage_off_unmounts_an_outdated_redirect(node: Node) -> None:
     path = node.staged(1)
     (node.server / "alice/image.sqsh").write_bytes(content(2))
     node.prolog(2, path, comment="stage=off")
@@ -250,7 +252,7 @@ def test_stage_off_still_shows_the_source_and_not_an_older_copy(node: Node) -> N
         ("stage=/\udcff stage-\udcff=1", ""),
     ],
 )
-def test_wrong_hint_is_reported_and_the_image_staged_all_the_same(
+def test_wrong_hint_is_reported_and_the_image_is_staged(
     node: Node, capfd: pytest.CaptureFixture[str], comment: str, problem: str
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -266,12 +268,12 @@ def test_wrong_hint_is_reported_and_the_image_staged_all_the_same(
     assert node.places.events.stat().st_size < 8000
 
 
-def test_hint_with_nothing_to_stage_gets_an_outcome(node: Node) -> None:
+def test_bad_hint_without_an_image_gets_a_declined_outcome(node: Node) -> None:
     assert node.prolog(7, comment="stage-wait=soon").said == ("declined", "bad-hint")
     assert node.prolog(8, comment="the stage is set").outcomes == ()
 
 
-def test_one_image_that_is_missing_does_not_keep_the_other_from_being_staged(node: Node) -> None:
+def test_missing_image_of_a_comment_does_not_stop_the_other_image(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     ran = node.prolog(7, comment=f"stage={node.shared}/alice/missing.sqsh,{path}")
     assert [outcome.result for outcome in ran.outcomes] == ["declined", "copied"]

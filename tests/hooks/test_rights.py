@@ -24,7 +24,7 @@ def cache_files(node: Node) -> list[Path]:
     ("name", "mode", "folder_mode"),
     [("alice/image.sqsh", 0o600, 0o755), ("alice/private/image.sqsh", 0o644, 0o700)],
 )
-def test_another_user_gets_nothing_of_a_private_image(
+def test_another_user_can_read_neither_a_private_image_nor_its_copy(
     node: Node, name: str, mode: int, folder_mode: int
 ) -> None:
     path = node.put(name, mode=mode)
@@ -44,7 +44,7 @@ def test_another_user_gets_nothing_of_a_private_image(
     assert read_as(BOB, node.places.events) is None
 
 
-def test_nothing_is_copied_for_a_user_who_may_not_read_it(node: Node) -> None:
+def test_image_that_the_user_may_not_read_is_not_copied(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o600)
     assert node.prolog(1, path, user=BOB).said == ("declined", "no-permission")
     assert node.entries() == set()
@@ -53,7 +53,7 @@ def test_nothing_is_copied_for_a_user_who_may_not_read_it(node: Node) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("asked", ["alice/image.sqsh", "./alice/image.sqsh", "alice/link"])
-def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
+def test_rights_removed_from_a_redirected_source_are_denied_to_the_next_job(
     node: Node, asked: str
 ) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
@@ -73,7 +73,7 @@ def test_rights_taken_away_beneath_a_redirect_are_gone_for_the_next_job(
     assert read_as(BOB, path) is None
 
 
-def test_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses(
+def test_redirect_of_an_evicted_entry_is_unreadable_for_a_user_without_rights_on_the_source(
     node: Node,
 ) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
@@ -92,7 +92,7 @@ def test_redirect_of_an_evicted_entry_shows_nothing_to_whom_the_source_refuses(
     assert read_as(BOB, path) is None
 
 
-def test_rights_given_beneath_a_redirect_are_there_for_the_next_job(node: Node) -> None:
+def test_rights_added_to_a_redirected_source_are_granted_to_the_next_job(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o600)
     node.prolog(1, path)
     (node.server / "alice/image.sqsh").chmod(0o640)
@@ -112,7 +112,7 @@ def test_copy_of_a_group_readable_source_serves_a_member_of_that_group(node: Nod
     assert read_as(BOB, path) == content()
 
 
-def test_acl_is_mirrored(node: Node) -> None:
+def test_acl_of_the_source_is_mirrored_on_the_copy(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o600)
     subprocess.run(
         ["setfacl", "-m", f"u:{BOB.uid}:r", node.server / "alice/image.sqsh"], check=True
@@ -131,7 +131,7 @@ def test_acl_is_mirrored(node: Node) -> None:
     assert node.prolog(2, path, user=ALICE).outcome.result == "hit"
 
 
-def test_special_mode_bits_are_mirrored_and_harmless(node: Node) -> None:
+def test_sticky_bit_is_mirrored_and_the_redirect_is_nosuid(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o1755)  # with a set-id bit it would be declined
     node.prolog(1, path)
     assert path.stat().st_mode & 0o7777 == 0o1755
@@ -178,7 +178,7 @@ def _squashed(node: Node, hook: str) -> None:
     subprocess.run(argv, check=True)
 
 
-def test_image_in_a_folder_closed_to_root_is_staged_seen_to_change_and_released(
+def test_image_in_a_directory_closed_to_root_is_staged_checked_and_released(
     node: Node,
 ) -> None:
     path = node.put("alice/image.sqsh", content(1))

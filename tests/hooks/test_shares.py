@@ -38,7 +38,7 @@ def staged(node: Node, first: int, user: User, count: int) -> set[str]:
     return keys
 
 
-def test_file_of_8_pib_is_declined_before_anything_grows_with_its_size(node: Node) -> None:
+def test_file_of_8_pib_is_declined_before_a_lease_or_part_is_created(node: Node) -> None:
     path = holes(node, "alice/huge.sqsh", 8 << 50)
     ran = node.prolog(1, path)
     assert ran.ended == (0, "declined", "too-large")
@@ -46,14 +46,14 @@ def test_file_of_8_pib_is_declined_before_anything_grows_with_its_size(node: Nod
     assert (node.lease(1), node.parts(), node.outcomes("stager")) == (None, [], ())
 
 
-def test_most_chunks_are_staged_and_one_more_is_not(node: Node) -> None:
+def test_image_with_more_than_max_chunks_is_declined(node: Node) -> None:
     small = holes(node, "alice/small.sqsh", 64 * MIB)
     assert node.prolog(1, small).outcome.result == "copied"
     over = holes(node, "alice/over.sqsh", MAX_CHUNKS * MIB + 1)
     assert node.prolog(2, over).said == ("declined", "too-large")
 
 
-def test_file_of_holes_evicts_nothing(node: Node) -> None:
+def test_file_that_consists_of_holes_evicts_nothing(node: Node) -> None:
     node.configure(max_size=ROOM, max_user_share="100%")
     keys = staged(node, 1, BOB, 10)
     ran = node.prolog(20, holes(node, "alice/hole.sqsh", 57 * MIB))
@@ -61,7 +61,7 @@ def test_file_of_holes_evicts_nothing(node: Node) -> None:
     assert node.entries() == keys | {ran.outcome.key}
 
 
-def test_image_larger_than_the_cache_is_declined_before_it_is_begun(node: Node) -> None:
+def test_image_larger_than_the_cache_is_declined_before_copying(node: Node) -> None:
     node.configure(max_size=ROOM, chunk_size="1M")
     keys = staged(node, 1, BOB, 4)
     assert node.prolog(20, node.put("alice/big", content(2, 13 * MIB))).said == (
@@ -72,7 +72,7 @@ def test_image_larger_than_the_cache_is_declined_before_it_is_begun(node: Node) 
     assert node.parts() == []
 
 
-def test_one_user_cannot_evict_everybody(node: Node) -> None:
+def test_one_user_cannot_evict_entries_of_another_user_within_the_share(node: Node) -> None:
     node.configure(max_size=ROOM)
     keys = staged(node, 1, BOB, 5)
     for job in range(20, 40):
@@ -82,7 +82,7 @@ def test_one_user_cannot_evict_everybody(node: Node) -> None:
     assert len(node.entries() - keys) == 6
 
 
-def test_user_above_their_share_leaves_room_to_others(node: Node) -> None:
+def test_entries_of_a_user_above_the_share_are_evicted_first(node: Node) -> None:
     node.configure(max_size=ROOM)
     staged(node, 1, ALICE, 11)
     keys = staged(node, 20, BOB, 4)
@@ -93,13 +93,13 @@ def test_user_above_their_share_leaves_room_to_others(node: Node) -> None:
     assert keys <= node.entries()
 
 
-def test_share_of_one_user_is_no_matter_while_there_is_room(node: Node) -> None:
+def test_user_may_exceed_the_share_while_the_cache_has_room(node: Node) -> None:
     node.configure(max_size=ROOM)
     keys = staged(node, 1, ALICE, 10)
     assert node.entries() == keys
 
 
-def test_image_that_two_users_used_counts_against_none(node: Node) -> None:
+def test_image_used_by_two_users_counts_for_no_users_share(node: Node) -> None:
     node.configure(max_size=ROOM)
     keys = staged(node, 1, BOB, 5)
     common = staged(node, 10, ALICE, 6)
@@ -113,7 +113,7 @@ def test_image_that_two_users_used_counts_against_none(node: Node) -> None:
     assert len(keys & node.entries()) < 5
 
 
-def test_second_user_of_an_image_is_noted_at_the_end_of_their_job(node: Node) -> None:
+def test_second_user_of_an_image_is_recorded_by_the_epilog(node: Node) -> None:
     path = node.put("alice/image")
     node.prolog(1, path)
     node.epilog(1)
@@ -137,7 +137,7 @@ def disk(node: Node) -> tuple[int, int]:
 DEFAULTS = {"max_size": None, "min_free": None, "low_watermark": None, "unpack_ratio": None}
 
 
-def test_defaults_leave_half_of_the_disk_and_a_fifth_beside_what_others_take(node: Node) -> None:
+def test_default_limits_leave_half_of_the_disk_or_a_fifth_beside_other_files(node: Node) -> None:
     node.configure(**DEFAULTS)
     for job in range(1, 13):
         stage(node, job, (ALICE, BOB)[job % 2], f"alice/{job}", 4 * MIB)
@@ -153,7 +153,7 @@ def test_defaults_leave_half_of_the_disk_and_a_fifth_beside_what_others_take(nod
     assert node.entries()
 
 
-def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
+def test_prolog_evicts_entries_for_room_to_unpack_the_container(node: Node) -> None:
     """The disk is as full as it may be at rest, and enroot unpacks to it."""
     keys = staged(node, 1, BOB, 10)
     node.configure(unpack_ratio=3, min_free="20%")
@@ -181,7 +181,7 @@ def test_room_to_unpack_is_made_before_the_container_is(node: Node) -> None:
         ("${XDG_DATA_HOME}/enroot", True),  # nobody can say
     ],
 )
-def test_room_to_unpack_is_made_only_on_the_disk_that_enroot_unpacks_to(
+def test_prolog_evicts_for_unpacking_only_on_enroots_data_disk(
     node: Node, told: str, goes: bool
 ) -> None:
     keys = staged(node, 1, BOB, 10)
@@ -196,7 +196,7 @@ def test_room_to_unpack_is_made_only_on_the_disk_that_enroot_unpacks_to(
     assert (node.entries() != keys) is goes
 
 
-def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:
+def test_job_with_stage_off_evicts_nothing_for_unpacking(node: Node) -> None:
     keys = staged(node, 1, BOB, 10)
     path = node.shared / "bob/10"
     node.prolog(20, path, BOB)  # whose redirect has the next job's Prolog look at the image
@@ -205,14 +205,14 @@ def test_job_that_declines_staging_evicts_nothing(node: Node) -> None:
     assert node.entries() == keys
 
 
-def test_job_that_finds_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
+def test_job_with_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
     keys = staged(node, 1, BOB, 10)
     node.configure(unpack_ratio=3, min_free="20%")
     node.prolog(20, node.shared / "bob/10", BOB)
     assert node.entries() == keys
 
 
-def test_no_room_to_unpack_is_made_for_a_file_that_is_mounted(node: Node) -> None:
+def test_nothing_is_evicted_to_unpack_a_file_that_is_mounted(node: Node) -> None:
     keys = staged(node, 1, BOB, 10)
     node.configure(unpack_ratio=3, min_free="20%", redirect="spank")
     total, free = disk(node)
@@ -222,7 +222,7 @@ def test_no_room_to_unpack_is_made_for_a_file_that_is_mounted(node: Node) -> Non
     assert node.entries() == keys
 
 
-def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> None:
+def test_room_to_unpack_above_the_share_evicts_no_other_users_entries(node: Node) -> None:
     keys = staged(node, 1, BOB, 5)
     path = node.put("alice/image", content(30, MIB))
     node.prolog(30, path)
@@ -235,7 +235,9 @@ def test_nobody_elses_entries_go_for_a_container_above_the_share(node: Node) -> 
     assert keys <= node.entries()
 
 
-def test_what_went_for_a_container_is_told_once_and_not_again_by_the_jobs_steps(node: Node) -> None:
+def test_evictions_for_a_container_are_in_the_prologs_outcome_and_not_in_the_step_record(
+    node: Node,
+) -> None:
     """Their events are written by the companion, from the record that the Prolog leaves."""
     staged(node, 1, BOB, 10)
     node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
@@ -249,7 +251,7 @@ def test_what_went_for_a_container_is_told_once_and_not_again_by_the_jobs_steps(
     assert ran.outcome.key in record
 
 
-def test_short_way_knows_how_much_has_to_be_free(node: Node) -> None:
+def test_step_record_contains_the_room_that_must_stay_free(node: Node) -> None:
     path = node.staged(1)
     node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
     node.prolog(2, path)

@@ -82,7 +82,7 @@ def explained(node: Node, job: int) -> str:
     return out.getvalue()
 
 
-def test_made_up_kind_is_copied_leased_read_through_a_hit_explained_and_swept(
+def test_made_up_source_kind_is_copied_leased_read_through_explained_and_swept(
     node: Node, named: Path, gate: Callable[[], None]
 ) -> None:
     image = node.shared / "alice/image.sqsh"

@@ -71,7 +71,9 @@ def keys(node: Node, job: int) -> set[str]:
 
 
 @pytest.mark.parametrize("user", [ALICE, BOB])
-def test_step_gets_the_entry_and_the_node_shows_nothing_of_it(spank: Node, user: User) -> None:
+def test_step_with_redirect_spank_gets_the_entry_and_the_node_has_no_bind(
+    spank: Node, user: User
+) -> None:
     path = spank.put("images/a.sqsh", user=user, mode=0o600)
     assert ask(spank, 7, path, user=user, step=3) == used(spank, path)
     key = spank.identity(path).key
@@ -93,7 +95,7 @@ def read_events(node: Node) -> list[EventRecord]:
     return [event for event in read(node.places.events) if event.hook != "stager"]
 
 
-def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
+def test_step_records_its_answer_for_further_steps(spank: Node) -> None:
     path = spank.put("images/a.sqsh")
     ask(spank, 7, path)
     ask(spank, 7, "./images/a.sqsh")
@@ -110,7 +112,9 @@ def test_step_notes_what_further_steps_are_shown(spank: Node) -> None:
         assert (seen.outcome.result, seen.outcome.image) == ("hit", str(path))
 
 
-def test_prolog_notes_it_for_the_first_step_and_the_epilog_ends_it(spank: Node) -> None:
+def test_prolog_records_the_answer_for_the_first_step_and_the_epilog_deletes_the_record(
+    spank: Node,
+) -> None:
     path = warm(spank, 7)
     ((asked, uid, _, *answer),) = noted(spank, 7)
     assert (asked, uid, answer) == (str(path), str(ALICE.uid), used(spank, path))
@@ -122,7 +126,7 @@ def test_prolog_notes_it_for_the_first_step_and_the_epilog_ends_it(spank: Node) 
     ("messages", "comment"),
     [("all", "any"), ("problems", "stage-tell=yes"), ("none", "stage-tell=yes")],
 )
-def test_user_who_wants_to_hear_it_reads_one_line_at_the_first_step(
+def test_successful_step_is_reported_once_with_messages_all_or_stage_tell(
     spank: Node, messages: str, comment: str
 ) -> None:
     """The Prolog leaves no note: the first step's helper has that line to write."""
@@ -140,14 +144,14 @@ def test_user_who_wants_to_hear_it_reads_one_line_at_the_first_step(
     assert Helper(spank, environ(spank, 7, path, step=1)).answer() == used(spank, path, "1")
 
 
-def test_step_whose_user_wants_to_hear_nothing_hears_nothing(spank: Node) -> None:
+def test_successful_step_is_not_reported_without_stage_tell(spank: Node) -> None:
     path = warm(spank, 7)
     assert Helper(spank, environ(spank, 7, path)).answer() == used(spank, path)
     assert spank.prolog(8, path, comment="stage-tell=no").outcome.result == "hit"
     assert Helper(spank, environ(spank, 8, path)).answer() == used(spank, path)
 
 
-def test_environment_says_what_became_of_the_image(spank: Node) -> None:
+def test_forestage_result_variable_tells_the_outcome_of_the_image(spank: Node) -> None:
     path = warm(spank, 7)
     assert Helper(spank, environ(spank, 7, path)).variables() == {
         "FORESTAGE_RESULT": "hit", "FORESTAGE_IMAGE_PATH": str(path)
@@ -166,9 +170,7 @@ def test_environment_says_what_became_of_the_image(spank: Node) -> None:
 
 
 @pytest.mark.parametrize("redirect", ["spank", "bind"])
-def test_truncated_image_is_named_as_what_it_is_before_the_container_fails(
-    node: Node, redirect: str
-) -> None:
+def test_truncated_image_is_declined_and_reported_to_the_user(node: Node, redirect: str) -> None:
     node.configure(redirect=redirect)
     path = node.put("alice/image.sqsh", content(1, 9 << 20))
     os.truncate(node.server / "alice/image.sqsh", 3 << 20)
@@ -184,7 +186,9 @@ def test_truncated_image_is_named_as_what_it_is_before_the_container_fails(
     assert (node.entries(), node.parts()) == (set(), [])
 
 
-def test_bare_name_of_a_file_that_lies_there_is_explained_to_its_user(spank: Node) -> None:
+def test_bare_name_of_an_existing_file_is_declined_with_a_hint_to_write_dot_slash(
+    spank: Node,
+) -> None:
     path = spank.put("image.sqsh")
     told = (
         "image.sqsh is an image of a registry to pyxis;"
@@ -201,7 +205,7 @@ def test_bare_name_of_a_file_that_lies_there_is_explained_to_its_user(spank: Nod
     ("name", "lies"),
     [("image.sqsh", False), ("ubuntu", True), ("folder.sqsh", False), ("a/b\n.sqsh", False)],
 )
-def test_name_of_no_file_in_the_jobs_directory_is_a_registrys(
+def test_bare_name_without_a_file_in_the_jobs_directory_is_a_registry_image(
     spank: Node, name: str, lies: bool
 ) -> None:
     """What ends like no image's file is not looked for."""
@@ -211,13 +215,13 @@ def test_name_of_no_file_in_the_jobs_directory_is_a_registrys(
     assert spank.prolog(7, name).said == ("declined", "registry")
 
 
-def test_file_that_its_user_may_not_see_is_not_told_of(spank: Node) -> None:
+def test_bare_name_of_a_file_that_the_user_may_not_see_is_a_registry_image(spank: Node) -> None:
     spank.put("closed/image.sqsh", user=BOB)
     (spank.server / "closed").chmod(0o700)
     assert spank.prolog(7, "closed/image.sqsh").said == ("declined", "registry")
 
 
-def test_directory_that_hangs_costs_a_bare_name_a_limit(
+def test_bare_name_lookup_in_a_hanging_directory_times_out(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child looks for it, and is given up."""
@@ -235,27 +239,29 @@ def test_directory_that_hangs_costs_a_bare_name_a_limit(
     assert spank.prolog(7, "image.sqsh").said == ("declined", "registry")
 
 
-def test_environment_gets_no_path_with_control_characters(spank: Node) -> None:
+def test_forestage_image_path_variable_is_omitted_for_a_path_with_control_characters(
+    spank: Node,
+) -> None:
     found = Helper(spank, environ(spank, 7, "/a\x1b[2J.sqsh")).variables()
     assert found == {"FORESTAGE_RESULT": "bad-path"}
 
 
 @pytest.mark.parametrize("redirected", ["bind", "none"])
-def test_only_what_the_companion_shows_is_noted(node: Node, redirected: str) -> None:
+def test_step_record_is_written_only_with_redirect_spank(node: Node, redirected: str) -> None:
     node.configure(redirect=redirected)
     path = node.staged(7)
     ask(node, 7, path)
     assert noted(node, 7) == []
 
 
-def test_job_that_wants_no_staging_has_nothing_noted(spank: Node) -> None:
+def test_job_with_stage_off_has_no_step_record(spank: Node) -> None:
     path = spank.staged(1)
     spank.prolog(7, path, comment="stage=off")
     assert ask(spank, 7, path) == ["leave", "off"]
     assert noted(spank, 7) == []
 
 
-def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
+def test_step_record_is_invalid_if_the_configuration_changes_during_the_hook(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = warm(spank, 1)
@@ -275,7 +281,7 @@ def test_record_is_void_once_the_configuration_changes_while_a_hook_works(
 
 
 @pytest.mark.parametrize("redirected", ["bind", "none"])
-def test_step_is_redirected_for_the_node_or_only_staged_where_the_admin_wants_that(
+def test_step_with_redirect_bind_mounts_and_with_none_only_stages(
     node: Node, redirected: str
 ) -> None:
     node.configure(redirect=redirected)
@@ -289,7 +295,7 @@ def test_step_is_redirected_for_the_node_or_only_staged_where_the_admin_wants_th
 
 
 @pytest.mark.parametrize("redirected", ["bind", "spank"])
-def test_step_reads_no_older_bytes_of_another_job(node: Node, redirected: str) -> None:
+def test_step_unmounts_an_outdated_redirect_of_another_job(node: Node, redirected: str) -> None:
     path = node.staged(1)
     (node.server / "alice/image.sqsh").write_bytes(content(2))
     assert path.read_bytes() == content(1)
@@ -299,14 +305,14 @@ def test_step_reads_no_older_bytes_of_another_job(node: Node, redirected: str) -
 
 
 @pytest.mark.parametrize("saves", ["alice/image.sqsh", "./alice/link", "{}"])
-def test_step_that_saves_its_container_there_can_write_it(spank: Node, saves: str) -> None:
+def test_step_that_saves_to_its_image_is_answered_leave_saves(spank: Node, saves: str) -> None:
     path = spank.put("alice/image.sqsh")
     (spank.server / "alice/link").symlink_to("image.sqsh")
     assert ask(spank, 7, path, saves=saves.format(path)) == ["leave", "saves"]
     assert ask(spank, 7, path, saves=str(path) + ".new") == used(spank, path)
 
 
-def test_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node) -> None:
+def test_path_with_a_newline_is_answered_leave_and_not_copied(spank: Node) -> None:
     spank.put("alice/a\nuse\t/etc/shadow")
     (spank.server / "alice/link").symlink_to("a\nuse\t/etc/shadow")
     assert ask(spank, 7, "./alice/link") == ["leave", "bad-path"]
@@ -314,7 +320,7 @@ def test_path_that_would_end_the_line_is_left_and_not_even_copied(spank: Node) -
     assert spank.entries() == set()
 
 
-def test_step_sees_no_more_than_its_user(spank: Node) -> None:
+def test_step_of_a_user_without_rights_is_answered_leave_no_permission(spank: Node) -> None:
     path = spank.put("alice/image.sqsh", mode=0o600)
     ask(spank, 1, path)
     assert ask(spank, 2, path, user=BOB) == ["leave", "no-permission"]
@@ -324,7 +330,7 @@ def test_step_sees_no_more_than_its_user(spank: Node) -> None:
 # --- what its user reads
 
 
-def test_user_reads_why_the_original_path_is_read(node: Node) -> None:
+def test_user_message_says_why_the_original_path_is_read(node: Node) -> None:
     node.configure(redirect="spank", max_size=SMALL)
     path = node.put("alice/im\u202eage.sqsh")
     said, last = Helper(node, environ(node, 7, path)).lines()
@@ -341,7 +347,7 @@ SMALL = 1024
 # --- the Prolog of such a job
 
 
-def test_prolog_starts_the_copy_and_the_step_waits_for_it(
+def test_prolog_starts_the_copy_and_the_step_waits_for_the_copy(
     node: Node, gate: Callable[[], None]
 ) -> None:
     node.configure(redirect="spank")
@@ -360,7 +366,7 @@ def test_prolog_starts_the_copy_and_the_step_waits_for_it(
     assert (ran.outcome.result, ran.outcome.redirect) == ("hit", "spank")
 
 
-def test_prolog_that_may_not_wait_at_all_leaves_the_redirect_to_the_stager(
+def test_redirect_is_mounted_by_the_stager_if_the_prolog_may_not_wait(
     node: Node, gate: Callable[[], None]
 ) -> None:
     node.configure(deadline=0)
@@ -376,7 +382,7 @@ def test_prolog_that_may_not_wait_at_all_leaves_the_redirect_to_the_stager(
     assert node.prolog(8, path).outcome.redirect == "kept"
 
 
-def test_stage_wait_holds_for_the_jobs_steps(slow: Node) -> None:
+def test_stage_wait_of_the_job_limits_the_wait_of_its_steps(slow: Node) -> None:
     slow.configure(redirect="spank", bandwidth="10K", threads=1)
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     slow.prolog(7, comment="stage-wait=1s")
@@ -387,7 +393,9 @@ def test_stage_wait_holds_for_the_jobs_steps(slow: Node) -> None:
 
 
 @pytest.mark.parametrize("with_image", [True, False])
-def test_stage_off_holds_for_the_jobs_steps_and_no_longer(spank: Node, with_image: bool) -> None:
+def test_stage_off_applies_to_the_jobs_steps_until_its_epilog(
+    spank: Node, with_image: bool
+) -> None:
     path = spank.put("alice/image.sqsh")
     ran = spank.prolog(7, path if with_image else None, comment="stage=off")
     assert ran.ended == (0, "declined", "off")
@@ -401,14 +409,16 @@ def test_stage_off_holds_for_the_jobs_steps_and_no_longer(spank: Node, with_imag
 # --- several at once, and those that are killed
 
 
-def test_steps_with_an_image_each_all_get_theirs_and_its_lease(spank: Node) -> None:
+def test_simultaneous_steps_with_different_images_each_get_an_entry_and_a_lease(
+    spank: Node,
+) -> None:
     paths = [spank.put(f"alice/{n}.sqsh", content(n)) for n in range(4)]
     helpers = [Helper(spank, environ(spank, 7, path, step=n)) for n, path in enumerate(paths)]
     assert [helper.answer() for helper in helpers] == [used(spank, path) for path in paths]
     assert keys(spank, 7) == {spank.identity(path).key for path in paths}
 
 
-def test_step_that_redirects_keeps_what_another_one_took_meanwhile(
+def test_step_that_redirects_keeps_another_steps_use_in_the_lease(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = node.put("alice/1.sqsh", content(1)), node.put("alice/2.sqsh", content(2))
@@ -433,7 +443,7 @@ def test_steps_for_the_same_image_share_one_copy(slow: Node) -> None:
     assert keys(slow, 7) == slow.entries()
 
 
-def test_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) -> None:
+def test_step_begins_after_its_deadline_and_the_copy_continues(slow: Node) -> None:
     slow.configure(redirect="spank", bandwidth="1M", threads=1, deadline="1s")
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     said, last = Helper(slow, environ(slow, 7, path)).lines()
@@ -445,7 +455,7 @@ def test_step_that_may_not_wait_so_long_begins_and_the_copy_goes_on(slow: Node) 
     assert ask(slow, 7, path, step=1) == used(slow, path)
 
 
-def test_killed_step_leaves_its_copy_and_its_lease(slow: Node) -> None:
+def test_copy_and_lease_survive_a_killed_step_helper(slow: Node) -> None:
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     key = slow.identity(path).key
     helper = Helper(slow, environ(slow, 7, path))
@@ -460,7 +470,7 @@ def test_killed_step_leaves_its_copy_and_its_lease(slow: Node) -> None:
 # --- whatever happens
 
 
-def test_companion_that_has_gone_does_no_harm(spank: Node) -> None:
+def test_step_helper_exits_0_if_the_companion_has_gone(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     helper = Helper(spank, environ(spank, 7, path))
     assert helper.process.stdout is not None
@@ -469,14 +479,14 @@ def test_companion_that_has_gone_does_no_harm(spank: Node) -> None:
     assert [outcome.result for outcome in spank.outcomes("step")] == ["copied"]
 
 
-def test_broken_configuration_leaves_the_path(spank: Node) -> None:
+def test_step_with_a_broken_configuration_is_answered_leave(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     spank.write_config("redirekt: spank\n")
     assert ask(spank, 7, path) == ["leave", "config"]
     assert spank.outcomes("step")[0].reason == "config"
 
 
-def test_our_failure_leaves_the_path_for_a_step(spank: Node) -> None:
+def test_step_with_a_failing_cache_is_answered_leave(spank: Node) -> None:
     spank.configure(redirect="spank", user_messages="none")
     spank.cache.root.mkdir(mode=0o755)
     assert ask(spank, 7, spank.put("alice/image.sqsh")) == ["leave", "cache-not-ours"]
@@ -486,7 +496,7 @@ def test_our_failure_leaves_the_path_for_a_step(spank: Node) -> None:
     ("module", "name", "is_served"),
     [(origins, "read_known_caches", False), (HookRun, "report", True)],
 )
-def test_unexpected_is_an_answer_as_well_and_takes_none_back(
+def test_unexpected_exception_in_a_step_answers_leave_or_keeps_the_given_answer(
     spank: Node,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -509,7 +519,7 @@ def test_unexpected_is_an_answer_as_well_and_takes_none_back(
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_STEP_ID"])
-def test_environment_that_makes_no_sense_is_answered(spank: Node, name: str) -> None:
+def test_step_with_a_malformed_environment_is_answered_leave(spank: Node, name: str) -> None:
     given = environ(spank, 7, spank.put("alice/image.sqsh")) | {name: "7\nuse"}
     assert Helper(spank, given).answer() == ["leave", "error"]
 
@@ -524,7 +534,7 @@ def test_step_without_an_image_is_answered_at_once(spank: Node, image: str | Non
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["--json"]])
-def test_step_typed_by_hand_says_whose_command_it_is(words: list[str]) -> None:
+def test_step_command_typed_by_hand_exits_with_usage(words: list[str]) -> None:
     ran = subprocess.run(
         [*BY_HAND, *words], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True, check=False
     )
@@ -532,7 +542,7 @@ def test_step_typed_by_hand_says_whose_command_it_is(words: list[str]) -> None:
     assert ran.stderr.startswith("forestage: `step` is what forestage's SPANK plugin runs")
 
 
-def test_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_again(
+def test_step_on_a_switched_off_node_is_answered_leave_until_the_node_is_on(
     spank: Node,
 ) -> None:
     path = spank.put("alice/image.sqsh")
@@ -546,7 +556,7 @@ def test_node_that_is_switched_off_answers_at_once_and_the_next_step_is_served_a
     assert ask(spank, 7, path)[0] == "use"
 
 
-def test_node_switched_off_for_a_time_serves_again_when_that_is_over(spank: Node) -> None:
+def test_node_switched_off_until_a_time_serves_steps_afterwards(spank: Node) -> None:
     path = spank.put("alice/image.sqsh")
     switch.turn_off(spank.places, "INC-42", Clock().wall() + 3600)
     assert ask(spank, 7, path) == ["leave", "disabled"]
@@ -554,7 +564,7 @@ def test_node_switched_off_for_a_time_serves_again_when_that_is_over(spank: Node
     assert ask(spank, 7, path)[0] == "use"
 
 
-def test_step_that_only_saves_takes_off_what_lies_there(node: Node) -> None:
+def test_step_that_only_saves_unmounts_the_redirect_of_the_path(node: Node) -> None:
     path = node.staged(1)
     given = environ(node, 7, path, saves=str(path))
     del given[IMAGE_OPTION]
@@ -562,7 +572,7 @@ def test_step_that_only_saves_takes_off_what_lies_there(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_user_who_may_not_write_there_takes_off_no_redirect_by_saving(node: Node) -> None:
+def test_save_path_that_the_user_may_not_write_keeps_its_redirect(node: Node) -> None:
     path = node.staged(1)
     node.prolog(2, user=BOB, saves=str(path))
     assert str(path) in node.binds()

@@ -58,7 +58,7 @@ def swept(node: Node, slurm: SlurmClient) -> SweepReport:
     return done
 
 
-def test_redirects_that_no_lease_needs_any_more_are_unmounted(node: Node, running: Running) -> None:
+def test_sweep_unmounts_redirects_that_no_running_job_needs(node: Node, running: Running) -> None:
     path, other, stray = (
         node.put("alice/a.sqsh"),
         node.put("bob/b.sqsh", content(2), BOB),
@@ -79,7 +79,7 @@ def test_redirects_that_no_lease_needs_any_more_are_unmounted(node: Node, runnin
     assert node.binds() == {str(other): node.identity(other).key}
 
 
-def test_epilog_after_sweep_does_no_harm(node: Node, running: Running) -> None:
+def test_epilog_after_the_sweep_released_its_job_exits_0(node: Node, running: Running) -> None:
     path = node.staged(7)
     swept(node, running)
     assert node.epilog(7).code == 0
@@ -118,7 +118,7 @@ ROUNDS = 20
 
 
 @pytest.mark.parametrize("seed", [2])
-def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
+def test_sweeps_during_hooks_never_release_running_jobs(
     node: Node, running: Running, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -160,7 +160,7 @@ def test_sweeps_beside_hooks_never_take_what_running_jobs_have(
     assert all(node.shows_source(path) for path in paths)
 
 
-def test_locks_of_images_that_are_gone_are_removed(node: Node, running: Running) -> None:
+def test_sweep_removes_lock_files_of_evicted_images(node: Node, running: Running) -> None:
     """Each version of each image leaves one."""
     for job in range(1, 6):
         node.staged(job, data=content(job))
@@ -174,7 +174,7 @@ def test_locks_of_images_that_are_gone_are_removed(node: Node, running: Running)
     assert names == {"space.lock", "entries.sum", f"{kept}.lock"}
 
 
-def test_lease_names_its_node(node: Node) -> None:
+def test_lease_contains_the_nodes_name_in_slurm(node: Node) -> None:
     """Slurm's name for it, by which a job that was requeued to another one is recognised."""
     path = node.staged(7)
     node.prolog(8, path, comment="stage=off")
@@ -192,7 +192,7 @@ def test_lease_names_its_node(node: Node) -> None:
         ("other", False, 7200, True),  # that Slurm is another cluster's
     ],
 )
-def test_nodes_of_a_job_without_a_lease_go_once_slurm_says_that_it_is_over(
+def test_sweep_deletes_the_old_node_list_of_a_job_that_slurm_calls_over(
     node: Node, running: Running, named: str, runs: bool, age: float, left: bool
 ) -> None:
     """Its Epilog never came: slurmd was killed with the job."""
@@ -207,7 +207,7 @@ def test_nodes_of_a_job_without_a_lease_go_once_slurm_says_that_it_is_over(
     assert nodes.exists() is left
 
 
-def test_nodes_stay_where_slurm_gives_no_answer(node: Node, running: Running) -> None:
+def test_sweep_keeps_node_lists_if_slurm_does_not_answer(node: Node, running: Running) -> None:
     nodes = node.places.leases / "7.nodes"
     nodes.parent.mkdir(parents=True)
     nodes.write_text("n[1-2]\n65534 0")

@@ -92,7 +92,7 @@ TROUBLE = [
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("spoil", "reason"), TROUBLE)
-def test_trouble_on_the_node_leaves_the_original_path(
+def test_prolog_on_a_broken_node_fails_with_a_reason_and_the_path_shows_the_source(
     node: Node, capfd: pytest.CaptureFixture[str], spoil: Callable[[Node], None], reason: str
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -107,7 +107,7 @@ def test_trouble_on_the_node_leaves_the_original_path(
     assert len(node.epilog(7).outcomes) == 1
 
 
-def test_removed_key_is_one_line_of_the_log_and_not_one_for_each_job(
+def test_removed_configuration_key_is_logged_once_and_not_for_each_job(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.configure(on_error="drain", partitions={"batch": {"on_error": "drain"}})
@@ -121,12 +121,12 @@ def test_removed_key_is_one_line_of_the_log_and_not_one_for_each_job(
     assert "forestage.yaml: on_error was removed: no failure of forestage drains a node" in line
 
 
-def test_unknown_key_that_was_never_there_has_nothing_staged(node: Node) -> None:
+def test_prolog_with_an_unknown_configuration_key_fails_with_reason_config(node: Node) -> None:
     node.configure(excluded=["/lustre"])
     assert node.prolog(7, node.put("alice/image.sqsh")).said == ("failed", "config")
 
 
-def test_run_that_is_full_is_told_with_the_file_that_found_no_space(node: Node) -> None:
+def test_full_run_directory_is_reported_with_the_path_that_lacks_space(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     _run_is_full(node)
     detail = node.prolog(7, path).outcome.detail
@@ -134,7 +134,7 @@ def test_run_that_is_full_is_told_with_the_file_that_found_no_space(node: Node) 
     assert str(node.places.leases) in detail
 
 
-def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node) -> None:
+def test_explain_reports_that_events_of_the_job_were_lost(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     log = node.places.events.parent
     fill_with_tmpfs(log)
@@ -159,7 +159,7 @@ def test_job_whose_events_the_log_could_not_take_is_explained_by_that(node: Node
     assert explain.read_job_history(node.places, 9).problems == ()
 
 
-def test_missing_disk_never_fills_the_root_file_system(
+def test_missing_cache_disk_is_refused_and_no_cache_is_created_on_the_root_disk(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = node.put("alice/image.sqsh")
@@ -171,7 +171,7 @@ def test_missing_disk_never_fills_the_root_file_system(
     assert node.prolog(8, path).outcome.result == "copied"
 
 
-def test_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> None:
+def test_prolog_with_a_read_only_cache_fails_and_the_path_shows_the_source(node: Node) -> None:
     path = node.staged(1)
     node.epilog(1)
     make_read_only(node.nvme)
@@ -179,7 +179,7 @@ def test_warm_cache_gone_read_only_leaves_the_original_path(node: Node) -> None:
     assert node.shows_source(path)
 
 
-def test_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
+def test_redirect_to_a_disk_gone_read_only_is_unmounted_by_the_epilog(node: Node) -> None:
     node.staged(1)
     make_read_only(node.nvme)
     node.epilog(1)
@@ -189,7 +189,7 @@ def test_disk_that_dies_under_a_redirect_does_not_keep_it(node: Node) -> None:
     assert node.lease(1) is None
 
 
-def test_epilog_unmounts_redirects_to_a_disk_that_has_gone_and_makes_no_cache(
+def test_epilog_unmounts_redirects_to_a_missing_disk_and_creates_no_cache(
     node: Node,
 ) -> None:
     path = node.staged(1)
@@ -212,7 +212,7 @@ class Sleeper(Clock):
         self.now += seconds
 
 
-def test_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
+def test_prolog_waits_for_another_hooks_copy_no_longer_than_the_deadline(
     node: Node,
 ) -> None:
     node.configure(deadline="10m")
@@ -230,7 +230,7 @@ def test_copy_under_way_elsewhere_is_waited_for_no_longer_than_the_deadline(
     ("comment", "seconds"),
     [("", 15), ("stage-wait=1s", 1), ("stage-wait=5m", 300), ("stage-wait=1d", 600)],
 )
-def test_users_wait_ends_at_the_admins_limit(
+def test_stage_wait_is_limited_by_max_stage_wait(
     node: Node, monkeypatch: pytest.MonkeyPatch, comment: str, seconds: float
 ) -> None:
     asked: list[float] = []
@@ -245,7 +245,7 @@ def test_users_wait_ends_at_the_admins_limit(
     assert asked[:2] == [max(15.0, seconds), seconds], "what it may take, and wait for the copy"
 
 
-def test_hanging_source_takes_no_more_than_its_own_limit_of_a_long_deadline(
+def test_opening_a_source_has_its_own_timeout_within_a_long_deadline(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file server that hangs would hold up a step for minutes, without a word to its user."""
@@ -262,7 +262,7 @@ def test_hanging_source_takes_no_more_than_its_own_limit_of_a_long_deadline(
     assert asked[0] == opening.HOOK_TIMEOUT
 
 
-def test_epilog_with_a_broken_configuration_still_releases(
+def test_epilog_with_a_broken_configuration_releases_the_job(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.staged(7)
@@ -274,7 +274,7 @@ def test_epilog_with_a_broken_configuration_still_releases(
     assert node.lease(7) is None
 
 
-def test_epilog_works_on_the_cache_the_job_used_not_on_the_configured_one(
+def test_epilog_releases_the_cache_of_the_lease_not_the_configured_cache(
     node: Node,
 ) -> None:
     path = node.staged(7)
@@ -284,7 +284,7 @@ def test_epilog_works_on_the_cache_the_job_used_not_on_the_configured_one(
     assert node.shows_source(path)
 
 
-def test_epilog_run_twice_does_no_harm(node: Node) -> None:
+def test_second_epilog_of_a_job_releases_nothing_of_other_jobs(node: Node) -> None:
     path = node.staged(7)
     node.prolog(8, path)
     node.epilog(7)
@@ -295,7 +295,7 @@ def test_epilog_run_twice_does_no_harm(node: Node) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{"], ids=["no lease", "damaged lease"])
-def test_epilog_that_knows_no_cache_forgets_what_steps_saw(node: Node, text: str) -> None:
+def test_epilog_without_a_known_cache_deletes_the_image_mark(node: Node, text: str) -> None:
     """It lies in /run, whichever cache is meant."""
     node.write_config("deadline: soon")
     node.places.images.mkdir(parents=True)
@@ -309,7 +309,9 @@ def test_epilog_that_knows_no_cache_forgets_what_steps_saw(node: Node, text: str
     assert (own.exists(), others.exists()) == (False, True)
 
 
-def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
+def test_epilog_with_a_damaged_lease_and_a_broken_configuration_fails_with_lease_damaged(
+    node: Node,
+) -> None:
     node.prolog(7, node.put("alice/image.sqsh"))
     node.leases.file(7).write_bytes(b"{")
     node.write_config("deadline: soon")
@@ -319,7 +321,7 @@ def test_damaged_lease_and_a_broken_configuration_exit_0(node: Node) -> None:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("flags", [(), (mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY,)])
 @pytest.mark.parametrize("evicted", [False, True])
-def test_hook_killed_while_it_makes_a_redirect_is_in_nobodys_way(
+def test_mount_point_left_by_a_killed_hook_does_not_stop_later_redirects(
     node: Node, flags: tuple[int, ...], evicted: bool
 ) -> None:
     path, other = node.put("alice/image.sqsh"), node.put("alice/other.sqsh", content(2))
@@ -346,7 +348,7 @@ def test_hook_killed_while_it_makes_a_redirect_is_in_nobodys_way(
         assert list(node.places.redirects.iterdir()) == []
 
 
-def test_leftovers_of_a_killed_hook_are_cleared_by_the_next(node: Node) -> None:
+def test_leftovers_of_a_killed_hook_are_removed_by_the_next_hook(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     key = node.prolog(1, path).outcome.key
     # Killed between the bind and the end of the hook; and one half-way through a copy.

@@ -48,7 +48,7 @@ def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
     return hanging
 
 
-def test_hung_path_keeps_no_redirect_of_another_user_on(
+def test_hanging_unmount_does_not_stop_the_unmount_of_another_users_redirect(
     node: Node, hang: Callable[[Path], Path]
 ) -> None:
     """Both lie on the same file system; what hangs is between it and one of them."""
@@ -65,7 +65,7 @@ def test_hung_path_keeps_no_redirect_of_another_user_on(
     assert tries.read_text() == "True\n", "it must not hang under the node's lock"
 
 
-def test_path_that_hung_costs_later_epilogs_nothing(
+def test_path_whose_unmount_hung_is_skipped_by_later_epilogs_for_a_while(
     node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = hang(node.staged(1))
@@ -81,7 +81,7 @@ def test_path_that_hung_costs_later_epilogs_nothing(
     assert node.binds() == {}
 
 
-def test_redirect_that_hung_is_kept_for_a_job_that_wants_it(
+def test_redirect_whose_unmount_hung_is_used_by_the_next_job(
     node: Node, hang: Callable[[Path], Path]
 ) -> None:
     path = node.staged(1)
@@ -91,7 +91,7 @@ def test_redirect_that_hung_is_kept_for_a_job_that_wants_it(
     assert node.binds() == {str(path): node.identity(path).key}
 
 
-def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
+def test_claim_on_a_failed_unmount_is_released_while_another_unmount_hangs(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays, as it cannot be taken off; a Prolog that wants it does not wait for the other."""
@@ -123,7 +123,7 @@ def test_path_whose_turn_is_over_is_released_while_another_still_hangs(
     assert set(node.binds()) == {str(refused)}
 
 
-def test_epilog_that_leaves_a_path_to_the_sweep_still_looks_at_the_kernels_log(
+def test_epilog_with_a_hanging_unmount_still_scans_the_kernel_log(
     node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
@@ -144,7 +144,7 @@ def _prolog(node: Node, path: Path, waits: Path) -> None:
     node.prolog(2, path)
 
 
-def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
+def test_job_that_begins_between_the_unmount_decision_and_the_unmount_is_redirected(
     node: Node, before: Arrange
 ) -> None:
     """It finds the right redirect, which the Epilog of another job is about to take off."""
@@ -166,7 +166,7 @@ def test_job_that_begins_between_decision_and_unmount_has_its_redirect(
 
 
 @pytest.mark.parametrize(("comment", "waits"), [("stage-wait=0", False), ("stage-wait=600", True)])
-def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
+def test_prolog_waits_for_an_unmount_under_way_only_as_long_as_stage_wait_allows(
     node: Node, monkeypatch: pytest.MonkeyPatch, comment: str, waits: bool
 ) -> None:
     """Whoever unmounts it hangs: the Prolog once took all of its 15 s."""
@@ -187,7 +187,7 @@ def test_job_that_meets_a_redirect_being_unmounted_waits_only_if_it_may(
     assert (left[-1] > 2.0) is waits
 
 
-def test_claim_of_a_killed_hook_stands_in_nobodys_way(node: Node) -> None:
+def test_unmount_claim_of_a_killed_hook_does_not_block_the_next_hook(node: Node) -> None:
     path = node.staged(1)
     (bind,) = unmount.list_binds(node.cache)
     node.cache.claims.mkdir(exist_ok=True)
@@ -228,7 +228,7 @@ WAYS: dict[str, Callable[[Node, Path], object]] = {
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_lock_is_free_while_a_redirect_is_unmounted(
+def test_space_lock_is_free_while_a_redirect_is_unmounted(
     node: Node, monkeypatch: pytest.MonkeyPatch, way: Callable[[Node, Path], object]
 ) -> None:
     """For that its path is walked, which may hang; and all hooks of the node stand in line."""

@@ -26,7 +26,7 @@ def configured(node: Node) -> None:
     node.configure(cache="/mnt/nvme/forestage")
 
 
-def test_unredirected_paths_show_sources_and_open_files_stay(
+def test_unredirect_unmounts_all_redirects_and_keeps_open_files_readable(
     node: Node,
 ) -> None:
     path, other = node.put("alice/a.sqsh"), node.put("bob/b.sqsh", content(2), BOB)
@@ -43,7 +43,7 @@ def test_unredirected_paths_show_sources_and_open_files_stay(
     assert undo(node).paths == ()
 
 
-def test_hook_that_waited_for_its_copy_mounts_nothing_after_unredirect(
+def test_prolog_mounts_no_redirect_if_unredirect_ran_during_its_copy(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the program gone, nobody would unmount that redirect any more."""
@@ -60,14 +60,16 @@ def test_hook_that_waited_for_its_copy_mounts_nothing_after_unredirect(
     assert node.shows_source(path)
 
 
-def test_broken_configuration_keeps_no_redirect(node: Node) -> None:
+def test_unredirect_unmounts_with_a_broken_configuration(node: Node) -> None:
     path = node.staged(7)
     node.write_config("sources: [")
     assert undo(node).paths == (str(path),)
     assert node.shows_source(path)
 
 
-def test_busy_lock_keeps_no_redirect(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unredirect_unmounts_while_the_space_lock_is_held(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = node.staged(7)
 
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
@@ -77,5 +79,5 @@ def test_busy_lock_keeps_no_redirect(node: Node, monkeypatch: pytest.MonkeyPatch
     assert node.shows_source(path)
 
 
-def test_node_without_cache_has_no_redirect(node: Node) -> None:
+def test_unredirect_without_a_cache_unmounts_nothing(node: Node) -> None:
     assert undo(node) == UnredirectResult((), ())

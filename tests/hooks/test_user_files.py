@@ -92,7 +92,7 @@ def said(node: Node, job: int, user: User) -> str:
 # Who may read what
 
 
-def test_user_is_explained_their_own_job_by_what_its_hooks_left(node: Node) -> None:
+def test_user_can_explain_their_own_job_from_the_users_event_file(node: Node) -> None:
     path = node.staged(7)
     node.prolog(8, node.put("bob/image.sqsh", user=BOB), user=BOB)
     assert node.epilog(7).code == 0
@@ -103,21 +103,21 @@ def test_user_is_explained_their_own_job_by_what_its_hooks_left(node: Node) -> N
     assert str(path) in said(node, 7, ALICE)
 
 
-def test_users_are_told_of_no_job_but_their_own(node: Node) -> None:
+def test_explain_shows_a_user_only_their_own_jobs(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8), event(BOB, 7)])
     assert "bob" not in said(node, 7, ALICE)
     assert "alice" not in said(node, 7, BOB), "the number came again"
     assert said(node, 8, ALICE).replace("8", "9") == said(node, 9, ALICE), "as if there were none"
 
 
-def test_user_is_told_what_evicted_entries_of_others_were_by_key_alone(node: Node) -> None:
+def test_explain_shows_a_user_evicted_entries_of_other_users_by_key_only(node: Node) -> None:
     gone = ReleaseOutcome("released", evicted=(KEYS[BOB.uid],))
     events.record_events(node.places, [event(BOB, 8), event(ALICE, 7, gone, hook="epilog")])
     assert KEYS[BOB.uid][:8] in said(node, 7, ALICE)
     assert "bob" not in said(node, 7, ALICE)
 
 
-def test_user_is_told_of_no_lease(node: Node) -> None:
+def test_explain_shows_a_user_no_lease(node: Node) -> None:
     node.staged(7)
     assert node.lease(7) is not None
     found = explain.read_job_history(node.places, 7, ALICE.uid)
@@ -126,7 +126,7 @@ def test_user_is_told_of_no_lease(node: Node) -> None:
     assert lines[-1] == ("Now: no Epilog is recorded; what the job holds, root sees on this node.")
 
 
-def test_own_file_can_be_read_and_nothing_else_done(node: Node) -> None:
+def test_user_can_read_their_event_file_and_do_nothing_else_with_the_file(node: Node) -> None:
     node.staged(7)
     file = file_of(node)
     assert '"prolog"' in attempt(ALICE, "print(open(words[0]).read())", file)
@@ -149,7 +149,7 @@ def test_own_file_can_be_read_and_nothing_else_done(node: Node) -> None:
     must_be_refused(ALICE, forbidden, file)
 
 
-def test_others_see_that_a_folder_is_there_and_nothing_in_it(node: Node) -> None:
+def test_another_user_can_stat_the_event_directory_of_a_user_and_nothing_inside(node: Node) -> None:
     node.staged(7)
     file = file_of(node)
     assert attempt(BOB, "print(os.stat(words[0]).st_uid)", file.parent) == "0"
@@ -164,7 +164,7 @@ def test_others_see_that_a_folder_is_there_and_nothing_in_it(node: Node) -> None
     must_be_refused(BOB, looks, file)
 
 
-def test_file_gets_its_name_once_its_user_alone_can_read_it(
+def test_users_event_file_is_linked_after_its_owner_mode_and_acl_are_set(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, seen = os.link, []
@@ -184,7 +184,7 @@ def test_file_gets_its_name_once_its_user_alone_can_read_it(
 
 
 @pytest.mark.parametrize("at", ["mkdir", "link"])
-def test_hook_that_was_killed_while_it_made_the_file_leaves_it_to_the_next(
+def test_users_event_file_is_created_by_the_next_hook_if_one_hook_was_killed(
     node: Node, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     real = getattr(os, at)
@@ -205,7 +205,7 @@ def test_hook_that_was_killed_while_it_made_the_file_leaves_it_to_the_next(
 
 
 @pytest.mark.parametrize("job_of", [User("root", 0, 0), User("nobody knows", -1, -1)])
-def test_root_and_the_unknown_have_no_file(node: Node, job_of: User) -> None:
+def test_root_and_a_user_without_uid_get_no_event_file(node: Node, job_of: User) -> None:
     hit = RequestOutcome("hit")
     events.record_events(node.places, [EventRecord(1.0, "prolog", 7, hit, uid=job_of.uid)])
     assert not node.places.users.exists()
@@ -215,7 +215,9 @@ def test_root_and_the_unknown_have_no_file(node: Node, job_of: User) -> None:
 # What is told of others
 
 
-def test_end_of_another_users_copy_is_told_to_who_holds_its_key(node: Node) -> None:
+def test_end_of_another_users_copy_is_recorded_for_a_user_with_a_lease_on_the_key(
+    node: Node,
+) -> None:
     path = node.put("bob/secret.sqsh", user=BOB)
     key = node.identity(path).key
     node.leases.write(Lease(7, ALICE, 1.0, str(node.cache.root), (EntryUse(key),)))
@@ -232,7 +234,7 @@ def test_end_of_another_users_copy_is_told_to_who_holds_its_key(node: Node) -> N
     assert '"job":8' not in text
 
 
-def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: Node) -> None:
+def test_explain_shows_a_user_another_users_late_copy_without_its_job(node: Node) -> None:
     late = RequestOutcome(
         "declined", "deadline", request="/a", image="/lustre/a", key=KEYS[ALICE.uid]
     )
@@ -248,7 +250,7 @@ def test_copy_of_others_that_came_too_late_is_explained_without_its_job(node: No
     assert "bob" not in text
 
 
-def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> None:
+def test_wrong_bytes_are_reported_to_users_whose_jobs_used_the_entry(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
     bad = BadEntryOutcome(
         "bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2
@@ -268,7 +270,7 @@ def test_wrong_bytes_are_told_to_those_whose_jobs_had_the_entry(node: Node) -> N
     ],
     ids=["evicted", "in a path"],
 )
-def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
+def test_wrong_bytes_are_not_reported_to_users_whose_events_only_mention_the_key(
     node: Node, outcome: events.Outcome
 ) -> None:
     events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
@@ -277,7 +279,7 @@ def test_wrong_bytes_are_not_told_to_those_whose_events_only_mention_the_key(
     assert (len(own(node)), len(own(node, BOB))) == (1, 2)
 
 
-def test_copy_that_cannot_be_told_to_others_is_recorded(
+def test_copy_event_is_logged_if_users_of_the_key_cannot_be_read(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(leases: LeaseDirectory, key: str) -> frozenset[int]:
@@ -288,7 +290,7 @@ def test_copy_that_cannot_be_told_to_others_is_recorded(
     assert next(events.read(node.places.events)).hook == "stager"
 
 
-def test_wrong_bytes_that_cannot_be_told_to_users_are_recorded(node: Node) -> None:
+def test_wrong_bytes_are_logged_if_they_cannot_be_written_for_users(node: Node) -> None:
     """Somebody's hand has put a file in the directory's place."""
     path = node.staged(7)
     shutil.rmtree(node.places.users)
@@ -307,7 +309,7 @@ def test_wrong_bytes_that_cannot_be_told_to_users_are_recorded(node: Node) -> No
 # What users do to it
 
 
-def test_reader_who_locks_the_file_holds_up_no_hook(node: Node) -> None:
+def test_user_who_locks_their_event_file_delays_no_hook(node: Node) -> None:
     node.staged(7)
     code = """
 fd = os.open(words[0], os.O_RDONLY)
@@ -333,7 +335,9 @@ sys.stdin.read()
         reader.kill()
 
 
-def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -> None:
+def test_full_users_event_file_frees_its_oldest_blocks_and_keeps_the_latest_lines(
+    node: Node,
+) -> None:
     first = RequestOutcome("hit", detail="x" * 4096)
     events.record_events(node.places, [event(ALICE, 7, first)])
     file = file_of(node)
@@ -354,7 +358,7 @@ def test_full_file_gives_its_front_back_and_keeps_its_latest_lines(node: Node) -
     assert explain.read_job_history(node.places, 7, ALICE.uid).runs[-1].step == 599
 
 
-def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -> None:
+def test_full_users_event_file_is_trimmed_only_by_hooks_of_that_user(node: Node) -> None:
     """A user who has it mapped a million times holds up the process that does, for seconds."""
     file = file_of(node)
     events.record_events(node.places, [event(ALICE, 7)])
@@ -370,7 +374,7 @@ def test_full_file_gives_its_front_back_for_jobs_of_its_user_alone(node: Node) -
     assert [one.hook for one in own(node)] == ["stager", "prolog"]
 
 
-def test_many_hooks_at_once_make_one_file_and_lose_no_line(node: Node) -> None:
+def test_many_simultaneous_hooks_create_one_users_event_file_and_lose_no_line(node: Node) -> None:
     def hook(number: int) -> None:
         for step in range(20):
             facts = event(ALICE, number, hook="step", step=step)
@@ -389,7 +393,7 @@ def test_many_hooks_at_once_make_one_file_and_lose_no_line(node: Node) -> None:
     assert [one.name for one in file_of(node).parent.iterdir()] == [user_files.USER_FILE_NAME]
 
 
-def test_hook_that_finds_the_file_made_meanwhile_appends_to_that(
+def test_hook_appends_to_a_users_event_file_created_meanwhile_by_another_hook(
     node: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     others = [[event(ALICE, 8)]]
@@ -398,7 +402,7 @@ def test_hook_that_finds_the_file_made_meanwhile_appends_to_that(
     assert [one.job for one in own(node)] == [8, 7]
 
 
-def test_line_that_a_crash_cut_short_spoils_no_other(node: Node) -> None:
+def test_line_cut_short_in_a_users_event_file_spoils_no_other_line(node: Node) -> None:
     node.staged(7)
     with file_of(node).open("a") as file:
         file.write('{"cut": "sho')
@@ -407,7 +411,7 @@ def test_line_that_a_crash_cut_short_spoils_no_other(node: Node) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "directory"])
-def test_what_is_in_place_of_the_file_is_neither_followed_nor_waited_for(
+def test_symlink_fifo_or_directory_instead_of_a_users_event_file_is_not_written(
     node: Node, kind: str
 ) -> None:
     """Only root could put it there."""
@@ -425,7 +429,7 @@ def test_what_is_in_place_of_the_file_is_neither_followed_nor_waited_for(
     assert elsewhere.stat().st_size == 0
 
 
-def test_memory_that_is_full_costs_no_job_and_no_other_event(
+def test_full_memory_for_users_event_files_costs_only_the_users_event(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.staged(7)
@@ -456,7 +460,7 @@ def no_seals(*args: object) -> int:
 @pytest.mark.parametrize(
     ("module", "name", "fails"), [(os, "setxattr", no_acl), (fcntl, "fcntl", no_seals)]
 )
-def test_node_without_acls_or_memory_keeps_no_events_for_users_and_says_why(
+def test_node_without_acls_or_sealed_memory_keeps_no_users_events_and_explain_says_why(
     node: Node, monkeypatch: pytest.MonkeyPatch, module: object, name: str,
     fails: Callable[..., object],
 ) -> None:  # fmt: skip
@@ -467,7 +471,7 @@ def test_node_without_acls_or_memory_keeps_no_events_for_users_and_says_why(
     assert explain.read_job_history(node.places, 7).runs
 
 
-def test_file_system_that_is_no_tmpfs_is_known(tmp_path: Path) -> None:
+def test_users_event_file_is_not_written_outside_a_tmpfs(tmp_path: Path) -> None:
     """On others a reader can hold the lock that a hook's write waits for."""
     argv = ["stat", "--file-system", "--format=%T", tmp_path]
     if subprocess.run(argv, capture_output=True, check=True).stdout == b"tmpfs\n":
@@ -479,7 +483,7 @@ def test_file_system_that_is_no_tmpfs_is_known(tmp_path: Path) -> None:
 # How long it stays
 
 
-def test_users_whose_last_event_is_long_ago_are_forgotten_by_the_sweep(node: Node) -> None:
+def test_event_files_of_idle_users_are_removed_and_their_memory_freed(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
     old = time.time() - user_files.IDLE_DAYS * 86400 - 60
     os.utime(file_of(node), (old, old))
@@ -492,7 +496,7 @@ def test_users_whose_last_event_is_long_ago_are_forgotten_by_the_sweep(node: Nod
     assert [one.job for one in own(node)] == [9], "whoever has the number now"
 
 
-def test_users_of_a_node_are_bounded_and_the_longest_silent_goes(
+def test_number_of_users_event_files_is_bounded_and_the_most_idle_is_removed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_files, "MAX_USERS", 3)
@@ -505,7 +509,7 @@ def test_users_of_a_node_are_bounded_and_the_longest_silent_goes(
 
 
 @pytest.mark.parametrize("kind", ["file beside it", "directory in its place", "file", "link"])
-def test_what_an_admin_left_there_keeps_no_user_from_being_forgotten_or_told(
+def test_foreign_files_among_users_event_files_do_not_stop_writing_or_removal(
     node: Node, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(user_files, "MAX_USERS", 2)
@@ -529,7 +533,7 @@ def test_what_an_admin_left_there_keeps_no_user_from_being_forgotten_or_told(
     assert set(user_files.list_users(users)) - {5001} == {5003}
 
 
-def test_sweep_restores_rights_that_somebodys_hand_has_changed(node: Node) -> None:
+def test_sweep_restores_mode_and_acl_of_users_event_files(node: Node) -> None:
     node.staged(7)
     file = file_of(node)
     made = [os.getxattr(one, files.ACL) for one in (file.parent, file)]
@@ -543,13 +547,13 @@ def test_sweep_restores_rights_that_somebodys_hand_has_changed(node: Node) -> No
     assert attempt(BOB, "os.stat(words[0])", file) == "PermissionError"
 
 
-def test_own_file_outlives_a_clock_that_is_set_back(node: Node) -> None:
+def test_users_event_file_is_kept_if_the_clock_is_set_back(node: Node) -> None:
     node.staged(7)
     user_files.remove_idle_users(node.places.users, Later(-86400 * 365).wall())
     assert own(node)
 
 
-def test_command_of_a_user_shows_their_own_job(node: Node) -> None:
+def test_explain_run_by_a_user_shows_their_own_job_only(node: Node) -> None:
     """`forestage explain` as alice, who may read neither log nor leases."""
     node.staged(7)
     readable = Path(explain.__file__).parents[2]

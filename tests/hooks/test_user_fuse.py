@@ -78,7 +78,7 @@ def mount(node: Node, tmp_path: Path) -> Iterator[Callable[..., Own]]:
         own.end()
 
 
-def test_users_mount_for_themselves_alone_stays_as_it_is(
+def test_image_in_a_users_private_fuse_mount_is_declined_and_the_mount_stays(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     own = mount()
@@ -89,7 +89,9 @@ def test_users_mount_for_themselves_alone_stays_as_it_is(
     assert (read_as(BOB, own.image), node.entries()) == (None, set())
 
 
-def test_users_mount_for_all_is_staged_for_nobody(node: Node, mount: Callable[..., Own]) -> None:
+def test_image_in_a_users_fuse_mount_with_allow_other_is_declined(
+    node: Node, mount: Callable[..., Own]
+) -> None:
     """It may lie in a directory that a group writes to, over files of others; and says of its files
     what its user likes, also when the stager looks again."""
     own = mount("-o", "allow_other")
@@ -131,7 +133,7 @@ def forged(node: Node, program: Path) -> Iterator[Path]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("source", ["proj/images", "proj", "."])
-def test_file_in_a_users_mount_is_staged_for_nobody_wherever_the_sources_are(
+def test_file_in_a_users_fuse_mount_is_declined_wherever_the_sources_are(
     node: Node, farfs: Path, source: str
 ) -> None:
     """What it says of Bob's file is what the file is, but for its bytes."""
@@ -166,7 +168,7 @@ def test_file_in_a_users_mount_is_staged_for_nobody_wherever_the_sources_are(
         ("fuse.other", ALICE.uid, ("declined", "bad-path")),
     ],
 )
-def test_service_that_the_admin_names_is_staged_from(
+def test_image_in_a_fuse_mount_listed_in_user_mounts_is_staged(
     node: Node, mount: Callable[..., Own], kind: str, uid: int, said: tuple[str, str]
 ) -> None:
     own = mount("-o", "allow_other")
@@ -176,7 +178,7 @@ def test_service_that_the_admin_names_is_staged_from(
     assert node.binds() == {}
 
 
-def test_users_mount_for_all_that_hangs_and_dies_holds_up_nobody(
+def test_hanging_or_dead_fuse_mount_of_a_user_delays_no_hook(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     # Names are known for long: else, once a second is over, the Epilog has to ask for them.
@@ -210,7 +212,7 @@ def shown(own: Own) -> list[int]:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("harm", [signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("options", [(), ("-o", "allow_other")])
-def test_redirect_beneath_users_mount_is_unmounted_and_the_mount_stays(
+def test_redirect_below_a_users_fuse_mount_is_unmounted_and_the_fuse_mount_stays(
     node: Node, mount: Callable[..., Own], harm: int, options: tuple[str, ...]
 ) -> None:
     """Whether its server is well, stopped or dead; another job of hers may be at work in it."""
@@ -230,7 +232,7 @@ def test_redirect_beneath_users_mount_is_unmounted_and_the_mount_stays(
     assert all("nosuid,nodev" in line for line in flags)
 
 
-def test_redirect_beneath_two_mounts_of_a_user_is_unmounted(
+def test_redirect_below_two_fuse_mounts_of_a_user_is_unmounted(
     node: Node, mount: Callable[..., Own]
 ) -> None:
     node.staged(1, "alice/own/image.sqsh")
@@ -246,14 +248,18 @@ def test_redirect_beneath_two_mounts_of_a_user_is_unmounted(
         outer.wait()
 
 
-def test_mount_of_roots_is_not_touched(node: Node, mount: Callable[..., Own]) -> None:
+def test_fuse_mount_of_root_over_a_redirect_is_not_moved(
+    node: Node, mount: Callable[..., Own]
+) -> None:
     path = node.staged(1, "alice/own/image.sqsh")
     own = mount("-o", "allow_other", user=User("root", 0, 0))
     assert node.epilog(1).outcome.reason == "redirect"
     assert (shown(own), set(node.binds())) == ([0], {str(path)})
 
 
-def test_mount_of_roots_over_a_users_is_not_touched(node: Node, mount: Callable[..., Own]) -> None:
+def test_mount_of_root_over_a_users_fuse_mount_is_not_moved(
+    node: Node, mount: Callable[..., Own]
+) -> None:
     path = node.staged(1, "alice/own/image.sqsh")
     own = mount("-o", "allow_other")
     mounts.mount("none", str(own.point), 0, "tmpfs")
@@ -263,7 +269,7 @@ def test_mount_of_roots_over_a_users_is_not_touched(node: Node, mount: Callable[
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("swap", ["link", "directory", "another mount"])
-def test_users_mount_is_put_back_nowhere_else(
+def test_users_fuse_mount_is_not_put_back_on_a_swapped_path(
     node: Node, mount: Callable[..., Own], before: Arrange, swap: str
 ) -> None:
     """Root walks to where it was; its user may have put a link there, or another's directory."""
@@ -292,7 +298,7 @@ def test_users_mount_is_put_back_nowhere_else(
     assert [one for one in mounts.list_mounts() if one.fuse_user] == []
 
 
-def test_mount_that_could_not_be_put_back_stays_and_the_redirect_below_it(
+def test_redirect_stays_if_the_fuse_mount_above_cannot_be_cloned(
     node: Node, mount: Callable[..., Own], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(path: str) -> int:

@@ -127,7 +127,7 @@ FEATURES = (
             "tests/hooks/test_order.py: store collected",
             "tests/hooks/test_order.py: broken without a lease",
             "tests/hooks/test_number_again.py: asking",
-            "tests/hooks/test_trouble.py: test_epilog_that_knows_no_cache_forgets_what_steps_saw",
+            "tests/hooks/test_trouble.py: test_epilog_without_a_known_cache_deletes_the_image_mark",
         ),
     ),
     # What every job with an image needs: no folder.
@@ -181,9 +181,9 @@ FEATURES = (
                 "test_peer_service_records_a_proven_client_only_from_another_address"
             ),
             "tests/hooks/test_earlier_cache.py: Dirs",
-            "tests/hooks/test_shares.py: test_no_room_to_unpack_is_made_for_a_file_that_is_mounted",
+            "tests/hooks/test_shares.py: test_nothing_is_evicted_to_unpack_a_file_that_is_mounted",
             "tests/hooks/test_groups.py: show",
-            "tests/hooks/test_groups.py: test_directory_that_a_steps_groups_can_read_is_read_again",
+            "tests/hooks/test_groups.py: test_directory_readable_only_in_a_step_is_copied_then",
             "tests/hooks/test_user_fuse.py: is_declined",
             "tests/hooks/test_earlier_cache.py: job_dirs",
             "tests/hooks/test_order.py: _is_settled",
