@@ -45,9 +45,9 @@ OF_EACH_SUITE = {
     "processes": "system/test_as_user.py::test_run_in_child_keeps_the_hooks_ids_and_groups",
     "hooks": "test_rights.py::test_copy_of_a_group_readable_source_serves_a_member_of_that_group",
     "features/registry/registry": "test_commands.py::test_gc_of_a_user_deletes_nothing_of_others",
-    "faults": "test_attributes_kept.py::test_file_is_asked_for_by_descriptor_and_by_name",
+    "faults": "test_attributes_kept.py::test_statx_asks_the_server_by_descriptor_and_by_name",
     "window": "test_window_processes.py::test_loaders_of_a_job_share_one_copier_and_its_copies",
-    "spank": "test_namespace.py::test_task_stands_where_it_stood_when_it_has_its_mounts",
+    "spank": "test_namespace.py::test_task_keeps_its_working_directory_after_its_mounts",
     "slurm": "test_step_bind.py::test_inner_step_is_staged_and_redirected_on_the_node",
 }
 CACHES = ("__pycache__", ".*_cache", ".hypothesis")

@@ -104,7 +104,7 @@ CHANGES = [_in_place, _replaced, _added, _removed, _renamed]
 Change = Callable[[Kept], None]
 
 
-def test_the_kernel_keeps_what_it_has_been_told(kept: Kept) -> None:
+def test_kernel_caches_attributes_and_names_of_the_tests_file_system(kept: Kept) -> None:
     """Or the tests below show nothing."""
     kept.look()
     for change in (_in_place, _added):
@@ -115,7 +115,7 @@ def test_the_kernel_keeps_what_it_has_been_told(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_look_finds_what_is_there_now(kept: Kept, change: Change) -> None:
+def test_directory_scan_bypasses_the_kernels_attribute_cache(kept: Kept, change: Change) -> None:
     kept.look()
     change(kept)
     assert kept.look() == kept.look(kept.folder)
@@ -123,7 +123,9 @@ def test_look_finds_what_is_there_now(kept: Kept, change: Change) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CHANGES)
-def test_step_is_not_shown_what_was_there_before(node: Node, kept: Kept, change: Change) -> None:
+def test_step_is_declined_a_directory_that_changed_on_the_server(
+    node: Node, kept: Kept, change: Change
+) -> None:
     node.prolog(1, comment=f"stage={kept.point}/")
 
     def state() -> str:
@@ -146,7 +148,7 @@ def show(node: Node) -> data.StepPart:
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced, _removed])
-def test_sample_is_asked_for_as_well(kept: Kept, change: Change) -> None:
+def test_sample_check_of_a_scan_detects_a_change_on_the_server(kept: Kept, change: Change) -> None:
     found = kept.look()
     root, _ = manifest.open_root(str(kept.point), ALICE)
     some = [one for one in found.files if one.path in (b"", b"sub", b"sub/3")]
@@ -160,7 +162,7 @@ def test_sample_is_asked_for_as_well(kept: Kept, change: Change) -> None:
         os.close(root)
 
 
-def test_file_is_asked_for_by_descriptor_and_by_name(kept: Kept) -> None:
+def test_statx_asks_the_server_by_descriptor_and_by_name(kept: Kept) -> None:
     kept.look()
     kept.put("1", b"12345")
     root = os.open(kept.point, os.O_RDONLY)
@@ -177,7 +179,7 @@ def test_file_is_asked_for_by_descriptor_and_by_name(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("how", [(), ("promised",)], ids=["asked by open", "a promise"])
-def test_file_changed_by_another_client_is_another_image(
+def test_file_changed_by_another_client_gets_another_identity(
     node: Node, nfslike: Path, how: tuple[str, ...]
 ) -> None:
     with serving(node, nfslike, *how) as kept:

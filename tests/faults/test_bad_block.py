@@ -93,7 +93,9 @@ def read(path: Path) -> bytes | int:
             return error.errno or 0
 
 
-def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, nvme: Disk) -> None:
+def test_bad_block_met_by_a_job_stops_hits_until_every_entry_was_verified(
+    node: Node, nvme: Disk
+) -> None:
     good, bad = node.put("a.sqsh", image(1)), node.put("b.sqsh", image(2))
     for job, path in ((1, good), (2, bad)):
         assert node.prolog(job, path).said == ("copied", "")
@@ -121,7 +123,7 @@ def test_bad_block_costs_one_job_and_hits_resume_once_all_was_read(node: Node, n
     assert (read(good), read(bad)) == (image(1), image(2))
 
 
-def test_line_that_a_user_has_the_kernel_log_declines_no_job(node: Node, nvme: Disk) -> None:
+def test_kernel_log_line_forged_by_a_user_declines_no_job(node: Node, nvme: Disk) -> None:
     path = node.put("a.sqsh", image(1))
     assert node.prolog(1, path).outcome.result == "copied"
     (loop,) = disk_errors.list_devices(node.cache.root)
@@ -133,7 +135,7 @@ def test_line_that_a_user_has_the_kernel_log_declines_no_job(node: Node, nvme: D
     assert node.prolog(2, path).outcome.result == "hit"
 
 
-def test_bad_block_that_the_very_first_job_meets_is_seen(node: Node, nvme: Disk) -> None:
+def test_bad_block_met_by_the_nodes_first_job_is_detected(node: Node, nvme: Disk) -> None:
     path = node.put("a.sqsh", image(1))
     assert node.prolog(1, path).outcome.result == "copied"
     nvme.lose_end_of(node.cache.image(node.identity(path).key))
@@ -175,7 +177,7 @@ def test_reader_of_a_bad_block_gets_the_sources_bytes_and_the_entry_is_evicted(
     assert shows(through.at, source_bytes())
 
 
-def test_bad_block_of_an_entry_whose_source_was_changed_is_an_error_and_no_mixture(
+def test_bad_block_of_an_entry_with_a_changed_source_is_a_read_error(
     node: Node, nvme: Disk, shown: Shown
 ) -> None:
     through = published(shown, node)

@@ -25,7 +25,7 @@ class Jumping(Clock):
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
 @pytest.mark.parametrize("reads", range(7))
-def test_clock_that_jumps_in_the_middle_is_noticed_by_nobody(
+def test_clock_jump_during_a_hook_changes_neither_outcome_nor_bytes(
     node: Node, seconds: float, reads: int
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -38,14 +38,16 @@ def test_clock_that_jumps_in_the_middle_is_noticed_by_nobody(
     assert node.binds() == {}
 
 
-def test_source_from_the_future_is_copied_at_once(node: Node) -> None:
+def test_source_with_times_in_the_future_is_copied_without_waiting(node: Node) -> None:
     """The file server's clock is another one; waiting until ours is there would take an hour."""
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path, clock=Later(-HOUR)).outcome.result == "copied"
 
 
 @pytest.mark.parametrize("seconds", [-HOUR, HOUR])
-def test_copy_is_resumed_across_a_jump(node: Node, points: Points, seconds: float) -> None:
+def test_killed_copy_is_resumed_after_a_clock_jump(
+    node: Node, points: Points, seconds: float
+) -> None:
     node.configure(threads=1)
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", kill_stager, nth=3)
@@ -58,7 +60,7 @@ def test_copy_is_resumed_across_a_jump(node: Node, points: Points, seconds: floa
     assert served(node, path, image())
 
 
-def test_after_a_jump_back_leases_hold_and_the_order_of_use_does(node: Node) -> None:
+def test_leases_and_the_order_of_use_hold_after_the_clock_jumps_back(node: Node) -> None:
     node.configure(max_size="1400K")  # five of 256 KiB
 
     def stage(job: int, name: str, clock: Clock) -> str:

@@ -61,7 +61,7 @@ def scratch(node: Node, disk: Callable[..., Path], request: pytest.FixtureReques
     ],
     indirect=["scratch"],
 )
-def test_disk_that_others_fill_during_the_copy_is_no_matter(
+def test_copy_with_reserved_space_succeeds_though_the_disk_is_filled_meanwhile(
     node: Node, points: Points, scratch: str, uid: int, engine: str, point: str
 ) -> None:
     node.configure(engine=engine)
@@ -73,7 +73,7 @@ def test_disk_that_others_fill_during_the_copy_is_no_matter(
     node.epilog(1)
 
 
-def test_disk_that_takes_no_more_files_is_full_and_entries_go_for_them(
+def test_copy_on_a_disk_without_inodes_is_declined_and_entries_are_evicted(
     node: Node, disk: Callable[..., Path]
 ) -> None:
     """Such as one on which users have unpacked many containers."""
@@ -98,7 +98,7 @@ def test_disk_that_takes_no_more_files_is_full_and_entries_go_for_them(
     [("ext4", BOB.uid), ("ext4", 0), ("xfs", BOB.uid), ("tmpfs", BOB.uid)],
     indirect=["scratch"],
 )
-def test_disk_that_others_filled_before_is_declined(
+def test_copy_on_a_disk_that_is_already_full_is_declined(
     node: Node, points: Points, scratch: str, uid: int
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -114,7 +114,7 @@ def test_disk_that_others_filled_before_is_declined(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("scratch", ["ext4", "xfs"], indirect=True)
-def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and_explain_says_so(
+def test_job_on_a_full_disk_reads_its_source_and_explain_reports_no_room(
     node: Node, scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -134,7 +134,9 @@ def test_job_that_could_read_through_reads_its_source_where_the_disk_is_full_and
 
 
 @pytest.mark.parametrize("scratch", ["ext4", "xfs"], indirect=True)
-def test_disk_that_was_full_before_it_was_a_cache_has_no_room(node: Node, scratch: str) -> None:
+def test_image_data_and_job_directory_are_declined_on_a_disk_full_before_its_first_use(
+    node: Node, scratch: str
+) -> None:
     """No block is free for the directories of a cache."""
     fill(node, 0)
     path = node.put("alice/image.sqsh", image())
@@ -160,7 +162,7 @@ def test_disk_that_was_full_before_it_was_a_cache_has_no_room(node: Node, scratc
     ids=["fine", "full", "read-only"],
 )
 @pytest.mark.parametrize("scratch", ["ext4"], indirect=True)
-def test_state_of_the_disk_is_known_before_a_copy_fails_for_it(
+def test_status_reports_a_full_or_read_only_disk_before_a_copy_has_failed(
     node: Node, scratch: str, fault: Callable[[Node], None], expected: tuple[str, str]
 ) -> None:
     here(node).cache.prepare(False)
@@ -200,7 +202,7 @@ def _broken(node: Node) -> None:
         ("xfs", _broken, "rsync", "copied"),
     ],
 )
-def test_disk_that_fails_during_the_copy_leaves_the_original_path(
+def test_disk_failure_during_a_copy_is_a_failed_outcome_and_the_job_reads_the_source(
     node: Node,
     points: Points,
     disk: Callable[..., Path],
@@ -229,7 +231,7 @@ def test_disk_that_fails_during_the_copy_leaves_the_original_path(
     assert served(node, path, image())
 
 
-def test_disk_gone_read_only_shows_no_job_old_bytes_and_keeps_no_redirect(
+def test_read_only_disk_serves_no_outdated_copy_and_keeps_no_redirect(
     node: Node, disk: Callable[..., Path]
 ) -> None:
     disk("ext4")

@@ -90,7 +90,7 @@ def ended(node: Node, *jobs: int) -> list[tuple[int, str, str]]:
     return [beside(lambda job=job: node.epilog(job)).ended for job in jobs]  # type: ignore[misc]
 
 
-def test_frozen_disk_gives_hits_and_copies_nothing(node: Node, frozen: Hangs) -> None:
+def test_frozen_disk_serves_hits_and_declines_copies(node: Node, frozen: Hangs) -> None:
     path, other = node.put("alice/image.sqsh", image()), node.put("alice/other.sqsh", image(2))
     assert node.prolog(1, path).said == ("copied", "")
     assert node.epilog(1).said == ("released", "")
@@ -122,7 +122,7 @@ def suspended(node: Node, far: Far) -> Iterator[Hangs]:
     run("umount", "--lazy", node.nvme)
 
 
-def test_disk_whose_reads_hang_serves_nothing(node: Node, suspended: Hangs) -> None:
+def test_disk_with_hanging_reads_serves_no_hit(node: Node, suspended: Hangs) -> None:
     """The job would hang with the copy that it is shown: its source is read."""
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path).said == ("copied", "")
@@ -137,7 +137,7 @@ def test_disk_whose_reads_hang_serves_nothing(node: Node, suspended: Hangs) -> N
     assert node.prolog(4, path).said == ("hit", "")
 
 
-def test_raid_of_which_the_other_disk_hangs_serves_nothing(
+def test_raid_with_one_hanging_disk_serves_no_hit(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that is only said to be one of it; machine/ has real ones."""
@@ -160,7 +160,7 @@ def test_raid_of_which_the_other_disk_hangs_serves_nothing(
     assert node.prolog(3, path).said == ("hit", "")
 
 
-def test_short_freeze_costs_nobody_a_hit(node: Node, frozen: Hangs) -> None:
+def test_short_freeze_of_the_disk_does_not_prevent_hits(node: Node, frozen: Hangs) -> None:
     """A snapshot takes less than a second; hooks that begin meanwhile and after it get hits."""
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path).said == ("copied", "")
@@ -172,7 +172,7 @@ def test_short_freeze_costs_nobody_a_hit(node: Node, frozen: Hangs) -> None:
     assert beside(lambda: node.epilog(3)).ended == (0, "released", "")
 
 
-def test_lock_that_hangs_with_the_disk_is_not_waited_for_and_the_sweep_tidies(
+def test_hook_does_not_wait_for_a_lock_held_on_a_hanging_disk_and_the_sweep_unmounts(
     node: Node, frozen: Hangs
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -189,7 +189,7 @@ def test_lock_that_hangs_with_the_disk_is_not_waited_for_and_the_sweep_tidies(
     assert node.binds() == {}
 
 
-def test_outdated_redirect_goes_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
+def test_outdated_redirect_is_unmounted_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path).said == ("copied", "")
     frozen.stop()
@@ -198,7 +198,7 @@ def test_outdated_redirect_goes_while_the_disk_hangs(node: Node, frozen: Hangs) 
     assert path.read_bytes() == image(2)
 
 
-def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
+def test_sweep_evict_and_status_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path).said == ("copied", "")
     frozen.stop()
@@ -213,7 +213,7 @@ def test_commands_end_while_the_disk_hangs(node: Node, frozen: Hangs) -> None:
     assert "writes have hung" in found.blocked.why
 
 
-def test_status_tells_a_disk_whose_reads_hang(node: Node, suspended: Hangs) -> None:
+def test_status_reports_a_disk_with_hanging_reads(node: Node, suspended: Hangs) -> None:
     node.staged(1)
     suspended.stop()
     found = status.read_node_status(here(node))
@@ -270,7 +270,9 @@ def output(hook: subprocess.Popen[str]) -> str:
     return hook.communicate()[1]
 
 
-def test_prolog_and_epilog_that_hang_with_the_disk_end(node: Node, frozen: Hangs) -> None:
+def test_prolog_and_epilog_end_though_the_disk_hangs_after_its_probe(
+    node: Node, frozen: Hangs
+) -> None:
     """It stopped after it had been asked. slurmd also waits for their output."""
     path = node.put("alice/image.sqsh", image())
     assert node.prolog(1, path).said == ("copied", "")
@@ -285,7 +287,9 @@ def test_prolog_and_epilog_that_hang_with_the_disk_end(node: Node, frozen: Hangs
     assert [one.reason for one in node.outcomes("epilog", 1)] == ["cache-hangs"]
 
 
-def test_step_that_hangs_with_the_disk_is_answered(node: Node, frozen: Hangs) -> None:
+def test_step_is_answered_cache_hangs_though_the_disk_hangs_after_its_probe(
+    node: Node, frozen: Hangs
+) -> None:
     path = node.staged(1, data=image())
     frozen.stop()
     helper = hook(node, "step", path)
@@ -294,7 +298,7 @@ def test_step_that_hangs_with_the_disk_is_answered(node: Node, frozen: Hangs) ->
     assert helper.wait(HANGS) == 0
 
 
-def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
+def test_step_on_a_hanging_disk_records_an_event_for_the_image_of_the_comment(
     node: Node, frozen: Hangs
 ) -> None:
     """Else `explain` says that no step asked, and that the SPANK plugin may not be there."""
@@ -308,7 +312,7 @@ def test_step_that_hangs_is_on_record_for_the_image_that_its_jobs_comment_named(
     assert (seen.request, seen.reason) == (str(path), "cache-hangs")
 
 
-def test_freeze_that_ends_in_time_is_waited_out(node: Node, frozen: Hangs) -> None:
+def test_epilog_waits_for_the_end_of_a_short_freeze(node: Node, frozen: Hangs) -> None:
     path = node.staged(1, data=image())
     frozen.stop()
     epilog = hook(node, "epilog", path, patience=600.0)

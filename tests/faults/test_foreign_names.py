@@ -51,7 +51,7 @@ def mapped(bound: Path, target: Path) -> Iterator[Path]:
         alices.communicate()
 
 
-def test_forged_image_by_another_users_name_is_nobodys_hit(
+def test_image_forged_in_a_users_mount_namespace_is_declined_and_not_cached(
     node: Node, far: Far, image: Path
 ) -> None:
     with mapped(far.point / "image.sqsh", image) as root:
@@ -62,14 +62,18 @@ def test_forged_image_by_another_users_name_is_nobodys_hit(
         assert read_as(BOB, image) == content(1)
 
 
-def test_name_of_another_namespace_unmounts_no_redirect(node: Node, far: Far, image: Path) -> None:
+def test_path_in_a_users_mount_namespace_unmounts_no_redirect(
+    node: Node, far: Far, image: Path
+) -> None:
     assert node.prolog(1, image, BOB).said == ("copied", "")
     with mapped(far.point / "image.sqsh", image) as root:
         assert node.prolog(2, f"{root}{image}").said == ("declined", "bad-path")
         assert node.shows_entry(image, node.identity(image).key)
 
 
-def test_directory_in_another_namespace_is_declined(node: Node, far: Far, image: Path) -> None:
+def test_directory_in_a_users_mount_namespace_is_declined(
+    node: Node, far: Far, image: Path
+) -> None:
     """It is the very directory, and what is mounted in it another."""
     with mapped(far.point / "image.sqsh", image) as root:
         named = Path(f"{root}{image.parent}")
@@ -79,7 +83,7 @@ def test_directory_in_another_namespace_is_declined(node: Node, far: Far, image:
         assert caught.value.reason == "bad-path"
 
 
-def test_forged_file_that_is_mounted_while_a_directory_is_copied_ends_the_copy(
+def test_file_mounted_into_a_directory_during_its_copy_ends_the_copy(
     node: Node, far: Far, image: Path
 ) -> None:
     root, path = manifest.open_root(str(image.parent), BOB)

@@ -65,7 +65,7 @@ def redirected(node: Node) -> list[str]:
     ],
     ids=str,
 )
-def test_odd_source_is_copied_to_the_last_byte_with_its_rights(
+def test_source_with_short_or_interrupted_reads_is_copied_whole_with_its_rights(
     node: Node,
     far: Far,
     monkeypatch: pytest.MonkeyPatch,
@@ -99,7 +99,7 @@ def test_odd_source_is_copied_to_the_last_byte_with_its_rights(
     ],
     ids=str,
 )
-def test_source_that_cannot_be_copied_is_left_alone_and_it_is_said_why(
+def test_source_that_cannot_be_copied_is_declined_with_its_reason(
     node: Node, far: Far, words: dict[str, int], keys: dict[str, object], reason: str, detail: str
 ) -> None:
     node.configure(**keys)
@@ -126,7 +126,7 @@ MOMENTS: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("point", "keys"), MOMENTS, ids=str)
-def test_source_that_dies_at_any_moment_is_no_fault_of_the_node(
+def test_source_that_dies_at_any_moment_of_a_copy_is_declined_as_source_error(
     node: Node, far: Far, points: Points, point: str, keys: dict[str, object]
 ) -> None:
     node.configure(**keys)
@@ -140,7 +140,7 @@ def test_source_that_dies_at_any_moment_is_no_fault_of_the_node(
     assert node.lease(1) is None
 
 
-def test_users_own_file_system_that_lets_no_root_in_is_left_alone(node: Node, farfs: Path) -> None:
+def test_fuse_mount_of_a_user_that_excludes_root_is_declined(node: Node, farfs: Path) -> None:
     program = node.places.root / "farfs"  # where alice can start it
     shutil.copy(farfs, program)
     device = node.places.root / "fuse"  # she may open this one
@@ -159,7 +159,9 @@ def test_users_own_file_system_that_lets_no_root_in_is_left_alone(node: Node, fa
         own.end()
 
 
-def test_one_dead_source_of_several_is_in_no_other_jobs_way(node: Node, far: Far) -> None:
+def test_hanging_source_directory_does_not_affect_images_of_other_sources(
+    node: Node, far: Far
+) -> None:
     path, elsewhere = node.put("alice/image.sqsh"), node.put("bob/image.sqsh")
     (node.server / "link").symlink_to(node.shared / "alice")
     sources = [str(far.point), str(node.shared / "link")]
@@ -178,7 +180,7 @@ CLOCKS = [-5.0, *(pytest.param(ahead, marks=pytest.mark.long) for ahead in (0.0,
 
 
 @pytest.mark.parametrize("ahead", CLOCKS)
-def test_change_within_one_tick_of_the_servers_clock_is_not_missed(
+def test_source_change_within_one_tick_of_the_servers_clock_is_detected(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     # A full tick of this server is one second, and half of it would not do.
@@ -205,7 +207,7 @@ def asked_for(far: Far, work: Callable[[], object]) -> int:
     return sum((far.calls() - before).values()) - (far.calls() - before)["read"]
 
 
-def test_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Far) -> None:
+def test_hooks_make_only_a_bounded_number_of_file_server_calls(node: Node, far: Far) -> None:
     """Each call may take a second. Walking to the file is four of them, two for each folder."""
     node.configure(sources=[str(far.point), "/mnt/other"])
     path = put(far)
@@ -218,7 +220,7 @@ def test_file_server_is_not_asked_more_often_than_it_must_be(node: Node, far: Fa
 
 
 @pytest.mark.long
-def test_half_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(
+def test_file_server_with_half_a_second_per_call_delays_no_hook_past_its_deadline(
     node: Node, far: Far
 ) -> None:
     node.configure(deadline="12s")
@@ -234,7 +236,7 @@ def test_half_a_second_for_each_call_makes_no_hook_late_and_no_copy_wrong(
     assert is_alices(path, image())
 
 
-def test_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
+def test_hanging_copy_yields_its_slot_and_is_resumed_after_being_killed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(queue, "STALLED_AFTER", 0.5)
@@ -268,7 +270,7 @@ def test_copy_that_hangs_and_is_killed_keeps_nobody_waiting_and_is_resumed(
 
 
 @pytest.mark.parametrize("harm", [Far.die, Far.hang], ids=["dead", "hangs"])
-def test_redirect_on_a_dead_source_keeps_no_other_from_going(
+def test_redirect_on_a_dead_source_does_not_prevent_unmounting_other_redirects(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Far], None]
 ) -> None:
     monkeypatch.setattr(unmount, "TIMEOUT", 0.5)
@@ -301,7 +303,7 @@ def test_redirect_on_a_dead_source_keeps_no_other_from_going(
 
 
 @pytest.mark.parametrize("believed", [False, True])
-def test_files_that_all_say_they_are_one_are_not_taken_for_one(
+def test_files_reported_with_one_inode_number_are_not_copied_as_hard_links(
     far: Far, monkeypatch: pytest.MonkeyPatch, believed: bool
 ) -> None:
     """By their file system's kind; and by the kernel's handles, were that believed."""

@@ -98,7 +98,7 @@ def called(node: Node, name: str, job: int) -> None:
     boundary.record_call(name, node.environ(job), str(node.places.run))  # type: ignore[arg-type]
 
 
-def test_user_can_hold_no_directory_in_which_hooks_make_names(
+def test_users_can_lock_no_directory_in_which_hooks_create_files(
     node: Node, far: Far, run: Path
 ) -> None:
     """After jobs of many kinds there is none; in tests/slurm/jobs.py after all of the tests'."""
@@ -134,9 +134,7 @@ def held(far: Far, folder: Path) -> Iterator[None]:
     assert maker.wait() == 0
 
 
-def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
-    node: Node, far: Far, run: Path
-) -> None:
+def test_epilog_ends_while_a_user_locks_dev_shm(node: Node, far: Far, run: Path) -> None:
     """Of a job with an image, and of one without: hooks name nothing where all users make names."""
     node.staged(1)
     shared = node.places.root / "dev/shm"
@@ -154,7 +152,7 @@ def test_epilog_ends_while_a_user_holds_the_directory_of_shared_memory(
 
 
 @pytest.mark.parametrize("flag", [0, os.O_DIRECT])
-def test_reader_of_what_a_user_is_told_holds_up_no_hook_and_no_sweep(
+def test_hanging_reader_of_a_users_event_file_blocks_no_hook_and_no_sweep(
     node: Node, far: Far, run: Path, flag: int
 ) -> None:
     """On XFS the same read holds the lock that a write waits for; this is a tmpfs."""
@@ -184,7 +182,7 @@ os._exit(boundary._main(sys.argv[1], sys.argv[2]))
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["prolog", "step", "epilog"])
-def test_hook_ends_while_a_user_holds_the_directory_above_the_cache(
+def test_hook_ends_while_a_user_locks_the_directory_above_the_cache(
     node: Node, far: Far, run: Path, tmp_path: Path, name: str
 ) -> None:
     """On a scratch disk users make names beside the cache: its path hangs then as its disk would.
@@ -210,9 +208,7 @@ def test_hook_ends_while_a_user_holds_the_directory_above_the_cache(
     until(far.is_left_alone, "what was left behind")
 
 
-def test_hook_makes_nothing_in_a_directory_that_users_can_list(
-    node: Node, far: Far, run: Path
-) -> None:
+def test_hook_ends_while_a_user_locks_run_or_var_log(node: Node, far: Far, run: Path) -> None:
     """/run itself, and /var/log: what is there is not made again."""
     path = node.staged(1)
     called(node, "prolog", 1)
@@ -228,7 +224,7 @@ def test_hook_makes_nothing_in_a_directory_that_users_can_list(
         assert beside(lambda: node.epilog(3)).said == ("released", "")
 
 
-def test_command_makes_no_name_in_a_directory_that_users_can_list(
+def test_metrics_lock_is_acquired_while_a_user_locks_run_or_var_log(
     node: Node, far: Far, run: Path
 ) -> None:
     """The lock of `metrics`, whose folder filelock would make once more."""
@@ -245,7 +241,7 @@ def test_command_makes_no_name_in_a_directory_that_users_can_list(
         far.answer()
 
 
-def test_off_and_on_end_while_a_user_lists_their_directory_and_the_next_one_tidies(
+def test_off_and_on_end_while_a_user_locks_etc_and_a_later_off_cleans_up(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staging is off at once; what lasts is written by a child, which is left behind."""

@@ -69,7 +69,7 @@ def power(
         ("rsync", "checked", 1),
     ],
 )
-def test_copy_that_the_power_cut_short_is_no_entry(
+def test_copy_interrupted_by_a_power_cut_is_no_entry(
     power: Power, points: Points, engine: str, point: str, nth: int
 ) -> None:
     node = power.node
@@ -94,7 +94,7 @@ def test_copy_that_the_power_cut_short_is_no_entry(
     ],
     ids=str,
 )
-def test_what_is_published_stays_through_a_power_cut(
+def test_published_entry_survives_a_power_cut(
     power: Power, points: Points, keys: dict[str, object], later: bool
 ) -> None:
     node = power.node
@@ -124,7 +124,7 @@ def copied(node: Node) -> tuple[int, int]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("loss", ["nothing", "bytes", "map", "record"])
-def test_entry_that_the_power_cut_damaged_is_never_shown_and_mended_from_the_source(
+def test_entry_damaged_by_a_power_cut_is_not_served_and_is_repaired_from_the_source(
     power: Power, loss: str
 ) -> None:
     node = power.node
@@ -153,7 +153,7 @@ def overwrite(file: Path, start: int) -> None:
         opened.write(bytes(16))
 
 
-def test_stager_killed_over_an_entry_of_an_earlier_boot_leaves_nothing_to_be_shown(
+def test_stager_killed_while_verifying_an_entry_of_an_earlier_boot_leaves_no_entry(
     power: Power, points: Points, tmp_path: Path
 ) -> None:
     node = power.node
@@ -174,7 +174,9 @@ def test_stager_killed_over_an_entry_of_an_earlier_boot_leaves_nothing_to_be_sho
     assert path.read_bytes() == image()
 
 
-def test_entry_of_an_earlier_boot_that_a_sweep_has_read_is_a_hit(power: Power) -> None:
+def test_entry_of_an_earlier_boot_is_a_hit_after_the_sweep_has_verified_its_bytes(
+    power: Power,
+) -> None:
     node = power.node
     path = node.put("alice/image.sqsh", image())
     node.prolog(1, path)
@@ -183,7 +185,7 @@ def test_entry_of_an_earlier_boot_that_a_sweep_has_read_is_a_hit(power: Power) -
     assert node.prolog(2, path).outcome.result == "hit"
 
 
-def test_what_a_power_cut_brings_back_of_the_evicted_is_whole(power: Power) -> None:
+def test_evicted_entry_restored_by_a_power_cut_is_whole(power: Power) -> None:
     node = power.node
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key

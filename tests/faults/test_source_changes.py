@@ -92,7 +92,7 @@ MOMENTS = [
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
 @pytest.mark.parametrize(("change", "after"), CHANGED, ids=[c.__name__ for c, _ in CHANGED])
-def test_job_gets_the_file_that_is_there_after_the_change(
+def test_source_changed_during_the_copy_is_copied_again_and_served(
     node: Node,
     points: Points,
     engine: str,
@@ -116,7 +116,7 @@ def test_job_gets_the_file_that_is_there_after_the_change(
 
 @pytest.mark.parametrize(("engine", "point", "nth"), MOMENTS)
 @pytest.mark.parametrize(("change", "reason"), GONE, ids=[c.__name__ for c, _ in GONE])
-def test_source_that_the_user_lost_is_not_served_from_the_copy(
+def test_source_deleted_or_closed_to_the_user_during_the_copy_is_not_served(
     node: Node,
     points: Points,
     engine: str,
@@ -138,7 +138,9 @@ def test_source_that_the_user_lost_is_not_served_from_the_copy(
     assert node.parts() == []
 
 
-def test_source_that_changes_all_the_time_is_left_alone(node: Node, points: Points) -> None:
+def test_source_that_changes_during_each_copy_is_declined_after_two_tries(
+    node: Node, points: Points
+) -> None:
     path = node.put(NAME, image())
     points.at("copied", lambda: os.utime(_source(node)), nth=None)
     ran = node.prolog(1, path)
@@ -149,7 +151,9 @@ def test_source_that_changes_all_the_time_is_left_alone(node: Node, points: Poin
     assert node.parts() == []
 
 
-def test_changed_source_does_not_resume_the_part_of_before(node: Node, points: Points) -> None:
+def test_changed_source_does_not_resume_the_part_of_its_earlier_version(
+    node: Node, points: Points
+) -> None:
     path = node.put(NAME, image())
     points.at("copied", kill_stager, nth=None)
     assert node.prolog(1, path).said == ("failed", "copy")

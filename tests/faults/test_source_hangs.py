@@ -56,7 +56,7 @@ def test_first_prolog_with_the_companion_does_not_wait_for_a_source(node: Node, 
     assert node.outcomes("prolog", 1)[0].result in ("started", "declined")
 
 
-def test_first_bytes_that_do_not_come_leave_the_original_path(
+def test_source_with_hanging_reads_is_declined_before_a_copy_starts(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metadata are answered; the first bytes, which make it an image, are not."""
@@ -69,7 +69,7 @@ def test_first_bytes_that_do_not_come_leave_the_original_path(
     assert (node.lease(1), node.parts()) == (None, [])
 
 
-def test_hit_needs_no_byte_of_the_source(node: Node, far: Far) -> None:
+def test_hit_is_served_while_reads_of_the_source_hang(node: Node, far: Far) -> None:
     path = far.put("image.sqsh", image())
     assert node.prolog(1, path).outcome.result == "copied"
     assert node.epilog(1).outcome.unmounted == 1
@@ -111,7 +111,7 @@ def strike(far: Far, points: Points, tmp_path: Path, request: pytest.FixtureRequ
     return strike
 
 
-def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
+def test_source_that_hangs_during_a_copy_delays_hooks_only_to_their_deadline(
     node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     # One thread: more of them may have read all before the source hangs.
@@ -141,7 +141,7 @@ def test_source_that_stops_answering_costs_no_hook_more_than_its_deadline(
     assert node.parts() == []
 
 
-def test_source_that_hangs_and_dies_sets_everybody_free(
+def test_source_that_hangs_and_then_dies_ends_its_hook_and_stager(
     node: Node, far: Far, points: Points, strike: Strike
 ) -> None:
     node.configure(threads=1)  # see above
@@ -166,7 +166,7 @@ def test_source_that_hangs_and_dies_sets_everybody_free(
     assert path.read_bytes() == image(2)
 
 
-def test_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, far: Far) -> None:
+def test_entry_is_not_served_while_its_sources_file_system_hangs(node: Node, far: Far) -> None:
     path = far.put("image.sqsh", image())
     node.prolog(1, path)
     node.epilog(1)
@@ -180,7 +180,7 @@ def test_hit_on_a_file_system_that_hangs_leaves_the_original_path(node: Node, fa
     assert beside(lambda: node.prolog(3, path)).outcome.result == "hit"
 
 
-def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
+def test_job_stops_waiting_early_for_a_slow_source_and_the_copy_completes(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = image(3, 24 * MIB)
@@ -212,7 +212,7 @@ def test_slow_source_is_not_waited_for_in_vain_and_copied_all_the_same(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["far", "far/images", "link"])
-def test_check_ends_and_names_the_source_that_hangs(
+def test_check_ends_and_finds_the_hanging_source(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also what else leads there is not walked to: enroot's binds, and the cache's own path."""
@@ -241,7 +241,7 @@ def test_check_ends_and_names_the_source_that_hangs(
     until(far.is_left_alone, "the children that were left behind")
 
 
-def test_check_names_what_hangs_below_a_source(
+def test_check_finds_a_hanging_mount_below_a_source(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.3)
@@ -264,7 +264,7 @@ def test_check_names_what_hangs_below_a_source(
     until(far.is_left_alone, "the children that were left behind")
 
 
-def test_check_names_an_image_that_answers_no_read(
+def test_check_finds_an_image_with_hanging_reads_after_a_job_was_declined(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server answers all else: a job has met it."""
@@ -289,7 +289,7 @@ def test_check_names_an_image_that_answers_no_read(
     assert found() == []
 
 
-def test_source_that_hung_is_not_waited_for_again_until_it_answers(
+def test_hanging_file_server_is_not_waited_for_again_until_the_server_answers(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prolog, then step, then the next job: one waits, and one process asks on for all."""
@@ -314,7 +314,7 @@ def hung(node: Node) -> bool:
     return any(map(probe.find_known_hang, node.places.probes.glob("source-*")))
 
 
-def test_process_of_a_directory_whose_source_hangs_ends_on_sigterm(
+def test_stager_of_a_directory_with_a_hanging_source_ends_on_sigterm(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager, "ENDS_WITHIN", 0.1)

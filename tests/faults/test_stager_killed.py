@@ -29,12 +29,12 @@ CASES = [("chunks", name) for name in NAMES] + [
 ]
 
 
-def test_trace_points_are_found() -> None:
+def test_trace_points_of_the_stager_are_found_in_its_code() -> None:
     assert {"claimed", "chunk", "published"} <= set(NAMES)
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
-def test_one_killed_stager_costs_the_job_nothing(
+def test_job_gets_its_copy_though_one_stager_is_killed(
     node: Node, points: Points, engine: str, name: str
 ) -> None:
     node.configure(engine=engine)
@@ -47,7 +47,7 @@ def test_one_killed_stager_costs_the_job_nothing(
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
-def test_stagers_killed_again_and_again_leave_the_original_path(
+def test_job_reads_the_source_if_each_of_its_stagers_is_killed(
     node: Node, points: Points, engine: str, name: str
 ) -> None:
     # One thread: more of them may bring the last chunks in between the signal and its effect.
@@ -71,7 +71,9 @@ def test_stagers_killed_again_and_again_leave_the_original_path(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("done", [1, 3, CHUNKS])
-def test_what_is_in_is_not_read_again(node: Node, points: Points, done: int) -> None:
+def test_resumed_copy_does_not_read_completed_chunks_again(
+    node: Node, points: Points, done: int
+) -> None:
     node.configure(threads=1)
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", kill_stager, nth=done)
@@ -114,7 +116,7 @@ def rsync_left_behind(node: Node) -> Iterator[Path]:
     os.close(program)
 
 
-def test_rsync_left_behind_does_not_write_into_the_entry(
+def test_rsync_of_a_killed_stager_does_not_write_into_the_entry(
     node: Node, rsync_left_behind: Path
 ) -> None:
     path = rsync_left_behind
@@ -129,7 +131,7 @@ def test_rsync_left_behind_does_not_write_into_the_entry(
     assert node.cache.image(key).read_bytes() == image()
 
 
-def test_killed_rsync_resumes_where_it_was(
+def test_copy_by_rsync_is_resumed_after_its_stager_was_killed(
     node: Node, points: Points, rsync_left_behind: Path, tmp_path: Path
 ) -> None:
     (part,) = node.parts()
@@ -148,7 +150,7 @@ def test_killed_rsync_resumes_where_it_was(
     assert served(node, rsync_left_behind, image())
 
 
-def test_killed_fifty_times_at_random_moments(
+def test_stager_killed_fifty_times_at_random_moments_leaves_right_bytes(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seed = random.randrange(10**6)

@@ -45,7 +45,7 @@ def fill(node: Node) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_disk_that_freezes_has_one_child_hang_and_is_tended_as_soon_as_it_thaws(
+def test_tend_leaves_one_room_process_on_a_frozen_disk_and_evicts_after_the_thaw(
     node: Node, tended: Tended, disk: Callable[..., Path], kind: str
 ) -> None:
     disk(kind, "320M" if kind == "xfs" else "64M")
@@ -71,7 +71,7 @@ def test_disk_that_freezes_has_one_child_hang_and_is_tended_as_soon_as_it_thaws(
     assert node.entries() == set()
 
 
-def test_slurm_that_says_nothing_keeps_no_room_from_being_made(
+def test_tend_makes_room_while_slurm_does_not_answer(
     node: Node, tended: Tended, tmp_path: Path
 ) -> None:
     fill(node)
@@ -94,7 +94,7 @@ def test_slurm_that_says_nothing_keeps_no_room_from_being_made(
     assert node.leases.jobs() == (7,)
 
 
-def test_run_that_takes_no_writes_keeps_no_room_from_being_made(node: Node, tended: Tended) -> None:
+def test_tend_makes_room_while_run_is_read_only(node: Node, tended: Tended) -> None:
     fill(node)
     mounts.mount(str(node.places.run), str(node.places.run), mounts.MS_BIND)
     subprocess.run(["mount", "-o", "remount,bind,ro", node.places.run], check=True)
@@ -103,7 +103,7 @@ def test_run_that_takes_no_writes_keeps_no_room_from_being_made(node: Node, tend
     assert node.entries() == set()
 
 
-def test_source_that_hangs_keeps_neither_room_nor_its_own_part_from_later_runs(
+def test_hanging_source_blocks_neither_room_nor_later_warm_runs_of_tend(
     node: Node, tended: Tended, far: Far
 ) -> None:
     """What is left in the source has no lock of the part's."""
@@ -120,7 +120,7 @@ def test_source_that_hangs_keeps_neither_room_nor_its_own_part_from_later_runs(
     far.behaves()
 
 
-def test_copy_that_a_part_began_keeps_no_lock_of_it_and_is_noted_once_it_is_here(
+def test_warm_copy_started_by_tend_holds_no_lock_and_is_marked_once_complete(
     node: Node, tended: Tended
 ) -> None:
     path = node.put("alice/image.sqsh", image())

@@ -17,7 +17,7 @@ from node import ALICE, BOB, Node, read_as, until
 from through import MIB, SIZE, Aside, Copy, Shown, read_fresh, reading
 
 
-def test_file_has_the_bytes_and_attributes_of_the_source_and_is_read_only(
+def test_read_through_file_has_the_sources_bytes_and_attributes_and_is_read_only(
     node: Node, shown: Shown
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes(), mode=0o640)
@@ -47,7 +47,7 @@ GROUP = User("", 4711, ALICE.gid)
         (0o644, f"u:{BOB.uid}:-", {ALICE, GROUP}),
     ],
 )
-def test_who_may_not_read_the_source_may_not_read_through(
+def test_read_through_file_is_readable_only_for_readers_of_the_source(
     node: Node, shown: Shown, mode: int, acl: str, readers: set[User]
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes(), mode=mode)
@@ -105,7 +105,7 @@ def looped(path: Path) -> bytes:
     ],
     ids=["shared", "private", "direct", "sendfile", "loop"],
 )
-def test_every_way_to_read_gives_the_bytes_also_while_the_copy_comes(
+def test_each_way_to_read_gives_the_sources_bytes_during_and_after_the_copy(
     shown: Shown, way: Callable[[Path], bytes]
 ) -> None:
     through = shown()
@@ -120,7 +120,7 @@ def test_every_way_to_read_gives_the_bytes_also_while_the_copy_comes(
     assert way(through.path) == source_bytes()
 
 
-def test_thousand_openers_and_one_that_never_closes_read_on(shown: Shown) -> None:
+def test_thousand_open_descriptors_read_right_bytes_also_after_the_unmount(shown: Shown) -> None:
     through = shown()
 
     def open_all() -> None:
@@ -140,7 +140,7 @@ def test_thousand_openers_and_one_that_never_closes_read_on(shown: Shown) -> Non
     os.close(fd)
 
 
-def test_only_marked_pieces_of_a_part_are_shown_and_only_as_long(shown: Shown) -> None:
+def test_read_through_uses_pieces_of_a_part_only_while_marked(shown: Shown) -> None:
     through = shown()
     copy = Copy(through, source_bytes())
     wrong = copy.bring_marked()

@@ -37,7 +37,7 @@ def end(channel: StartChannel) -> str:
 
 
 @pytest.mark.parametrize("keys", [{}, {"bandwidth": 4 * MIB}])
-def test_bytes_are_right_before_during_and_after_the_copy(
+def test_read_through_bytes_are_right_before_during_and_after_the_copy(
     node: Node, shown: Shown, keys: dict[str, object]
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes())
@@ -49,7 +49,7 @@ def test_bytes_are_right_before_during_and_after_the_copy(
     assert not {file.name for file in through.spot.iterdir()} & {"pieces", "wanted"}
 
 
-def test_job_reads_what_the_copy_has_and_the_rest_of_the_source(
+def test_read_through_bytes_are_right_while_the_copy_is_stopped_halfway(
     node: Node, shown: Shown, points: Points, gate: Gate
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes())
@@ -62,7 +62,7 @@ def test_job_reads_what_the_copy_has_and_the_rest_of_the_source(
         assert end(channel) == "published"
 
 
-def test_reader_that_waited_in_vain_still_has_the_copy_bring_what_it_reads(
+def test_reader_that_gave_up_waiting_still_requests_its_pieces_from_the_copy(
     node: Node, shown: Shown
 ) -> None:
     """Else the copy would make way for it, and not come for as long as it reads."""
@@ -81,7 +81,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reads, name, 200.0)
 
 
-def test_straight_reader_waits_for_a_copy_that_is_about_to_begin(
+def test_sequential_reader_waits_for_a_copy_that_is_about_to_begin(
     patient: None, node: Node, shown: Shown
 ) -> None:
     """Else each node of a job would read the source from the image's head on."""
@@ -103,7 +103,7 @@ def test_straight_reader_waits_for_a_copy_that_is_about_to_begin(
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_straight_reader_waits_for_no_copy_where_none_is_about_to_begin(
+def test_sequential_reader_does_not_wait_if_the_copy_is_queued_or_missing(
     patient: None, node: Node, shown: Shown, queued: bool
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes())
@@ -118,7 +118,7 @@ def test_straight_reader_waits_for_no_copy_where_none_is_about_to_begin(
         assert shows(path, source_bytes())
 
 
-def test_stager_killed_and_begun_anew_shows_no_wrong_byte(
+def test_read_through_bytes_are_right_while_a_killed_stager_is_replaced(
     node: Node, shown: Shown, points: Points
 ) -> None:
     path = node.put("alice/image.sqsh", source_bytes())
@@ -149,7 +149,7 @@ def leased(node: Node, shown: Shown) -> Through:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("point", "nth"), [("claimed", 1), ("reserved", 1), ("chunk", 4)])
-def test_copy_whose_stager_was_killed_goes_on_while_a_job_reads_through(
+def test_copy_with_a_killed_stager_is_resumed_while_a_job_reads_through(
     node: Node, shown: Shown, points: Points, point: str, nth: int, tmp_path: Path
 ) -> None:
     adjusted = tmp_path / "adjusted"
@@ -167,7 +167,7 @@ def test_copy_whose_stager_was_killed_goes_on_while_a_job_reads_through(
     assert int(adjusted.read_text()) == 0  # its keeper's is the safest
 
 
-def test_stager_that_is_always_killed_is_started_a_few_times(
+def test_keeper_restarts_a_stager_that_is_always_killed_only_a_few_times(
     node: Node, shown: Shown, points: Points, hasty: None
 ) -> None:
     points.at("claimed", kill_stager, nth=None)
@@ -182,7 +182,7 @@ def test_stager_that_is_always_killed_is_started_a_few_times(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("why", ["no job", "no room", "upgraded", "stopped"])
-def test_copy_is_not_begun_again_where_that_is_of_no_use(
+def test_keeper_restarts_no_stager_without_a_job_or_room_or_after_stop_or_upgrade(
     node: Node, shown: Shown, points: Points, hasty: None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "upgraded":

@@ -39,7 +39,9 @@ def leased(node: Node) -> Path:
     return path
 
 
-def test_file_is_read_without_its_keeper_and_gone_without_both(shown: Shown) -> None:
+def test_read_through_file_survives_its_killed_keeper_but_not_the_loss_of_its_server(
+    shown: Shown,
+) -> None:
     through = shown()
     pid = through.server()
     through.kill_keeper()
@@ -70,7 +72,7 @@ def test_keeper_and_server_end_with_the_last_mount(
 
 
 @pytest.mark.parametrize("needed_by", ["lease", "connection"])
-def test_keeper_stays_while_a_task_may_ask_for_the_file(
+def test_keeper_stays_while_a_lease_or_connection_needs_the_file(
     node: Node, shown: Shown, impatient: None, needed_by: str
 ) -> None:
     through = shown(leased(node), lay=False)
@@ -85,7 +87,7 @@ def test_keeper_stays_while_a_task_may_ask_for_the_file(
     through.ended()
 
 
-def test_published_image_is_shown_to_no_more_tasks_and_to_those_that_have_it(
+def test_keeper_of_a_published_image_accepts_no_new_tasks_but_serves_existing_mounts(
     node: Node, shown: Shown
 ) -> None:
     path = leased(node)
@@ -102,7 +104,7 @@ def test_published_image_is_shown_to_no_more_tasks_and_to_those_that_have_it(
     through.ended()
 
 
-def test_step_that_was_told_just_before_the_copy_was_whole_still_comes(
+def test_step_answered_just_before_publication_can_still_mount_the_read_through_file(
     node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_process, "LAST", 600.0)
@@ -115,7 +117,7 @@ def test_step_that_was_told_just_before_the_copy_was_whole_still_comes(
     assert through.lay().read_bytes() == source_bytes()
 
 
-def test_host_does_not_see_the_file_and_its_disks_are_not_kept_busy(
+def test_keeper_mounts_nothing_on_the_host_and_keeps_no_host_file_system_busy(
     node: Node, shown: Shown, tmp_path: Path
 ) -> None:
     disk, point = tmp_path / "disk", tmp_path / "point"
@@ -146,7 +148,7 @@ def test_server_has_no_descriptor_that_keeps_the_file_or_a_task(shown: Shown) ->
     assert set(links) == {"/dev/null", "/dev/fuse", str(through.path)}
 
 
-def test_task_hears_that_the_kernel_has_no_mount_api_and_the_copy_goes_on(
+def test_keeper_reports_a_kernel_without_mount_api_to_the_task(
     node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux before 5.2: the task reads its source (tests/spank/test_through.py)."""
@@ -163,7 +165,7 @@ def test_task_hears_that_the_kernel_has_no_mount_api_and_the_copy_goes_on(
     through.ended()
 
 
-def test_request_that_is_none_is_refused(shown: Shown) -> None:
+def test_keeper_refuses_an_invalid_request_and_answers_the_next_request(shown: Shown) -> None:
     through = shown(lay=False)
     with through.connect() as line:
         for wrong in (b"serve", b"bad", b"x" * 64):
@@ -188,7 +190,7 @@ def test_images_beyond_the_limit_are_not_read_through(
         keeper.start_keeper(task(here(node), opened(third, BOB)))
 
 
-def test_limit_holds_for_hooks_at_the_same_moment(
+def test_limit_of_images_read_through_holds_for_concurrent_hooks(
     node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "MOST", 2)
@@ -204,9 +206,7 @@ def test_limit_holds_for_hooks_at_the_same_moment(
     assert len(through.living()) <= 2
 
 
-def test_hooks_that_start_an_image_at_the_same_moment_share_a_keeper(
-    node: Node, shown: Shown
-) -> None:
+def test_concurrent_hooks_for_one_image_share_a_keeper(node: Node, shown: Shown) -> None:
     through = shown(lay=False)
     path = node.put("alice/other.sqsh")
     asides = [
@@ -216,7 +216,7 @@ def test_hooks_that_start_an_image_at_the_same_moment_share_a_keeper(
     assert len(through.living()) == 2
 
 
-def test_keeper_that_fails_ends_and_never_becomes_the_hook(
+def test_failing_keeper_ends_and_never_continues_as_its_hook(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     through = shown(lay=False)
@@ -240,7 +240,7 @@ def test_keeper_that_fails_ends_and_never_becomes_the_hook(
     assert not (tmp_path / "came-back").exists()
 
 
-def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
+def test_hook_ends_if_server_and_keeper_are_killed_before_an_answer(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for a FUSE beyond all signals must not be who holds its /dev/fuse."""
@@ -266,7 +266,9 @@ def test_server_and_keeper_killed_before_an_answer_leave_nobody_who_waits(
     until(lambda: not children_left(), "all of them to end")
 
 
-def test_full_run_is_no_through_and_hurts_no_file_that_is_there(node: Node, shown: Shown) -> None:
+def test_full_run_file_system_declines_read_through_and_keeps_existing_files_readable(
+    node: Node, shown: Shown
+) -> None:
     through = shown()
     filler = node.places.run / "filler"
     for size in (65536, 4096):
@@ -309,7 +311,7 @@ keeper.start_keeper(CopyTask(node, job, opened))
 """
 
 
-def test_package_that_is_upgraded_under_a_keeper_stops_no_server(
+def test_running_keeper_and_server_import_nothing_after_a_package_upgrade(
     node: Node, shown: Shown, tmp_path: Path
 ) -> None:
     """Once there is a keeper nothing but its process is imported: files may have gone."""

@@ -60,7 +60,7 @@ KILLS = (50, pytest.param(200, marks=pytest.mark.ci), pytest.param(400, marks=py
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_servers_killed_while_programs_read_cost_no_byte(
+def test_readers_get_right_bytes_though_servers_are_repeatedly_killed(
     node: Node, shown: Shown, tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any moment of a server's life, while the copy comes and once it is an entry."""
@@ -93,7 +93,7 @@ def test_stopped_server_is_replaced(shown: Shown) -> None:
     assert shows(through.path, source_bytes())
 
 
-def test_server_that_always_fails_takes_no_processor(
+def test_server_that_always_fails_is_restarted_at_a_bounded_rate(
     node: Node, shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
@@ -116,7 +116,7 @@ def test_server_that_always_fails_takes_no_processor(
     assert log.stat().st_size == 6
 
 
-def test_server_that_ends_once_the_file_is_known_is_replaced(
+def test_server_that_dies_once_the_file_is_readable_is_replaced(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the probe, which has nothing left to do, still lives."""
@@ -169,7 +169,7 @@ def waiting(at: Path, far: Far, start: int) -> Aside:
     return aside
 
 
-def test_source_that_hangs_holds_up_nothing_that_is_here_and_no_kill(
+def test_hanging_source_blocks_neither_reads_of_the_copy_nor_killing_readers(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
     through = shown(slow(far).put("image.sqsh", source_bytes()), place)
@@ -191,7 +191,7 @@ def test_source_that_hangs_holds_up_nothing_that_is_here_and_no_kill(
     far.behaves()
 
 
-def test_next_server_takes_over_from_one_that_is_killed_and_cannot_end(
+def test_new_server_answers_requests_of_a_killed_server_that_hangs_in_the_kernel(
     node: Node, shown: Shown, far: Far, place: Path
 ) -> None:
     through = shown(slow(far).put("image.sqsh", source_bytes()), place)
@@ -245,7 +245,7 @@ def test_signal_that_does_not_kill_interrupts_no_read(
     far.behaves()
 
 
-def test_disk_that_hangs_is_asked_no_more(
+def test_read_through_stops_reading_from_a_hanging_disk_until_the_disk_answers(
     node: Node, shown: Shown, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     through = shown()
@@ -267,7 +267,7 @@ def test_disk_that_hangs_is_asked_no_more(
     mounts.umount(str(copy.part.directory))
 
 
-def test_disk_that_gives_errors_leaves_the_source(
+def test_read_through_uses_the_source_if_the_disk_gives_errors(
     node: Node, shown: Shown, disk: Callable[..., Path]
 ) -> None:
     disk("ext4")

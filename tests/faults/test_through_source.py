@@ -32,7 +32,7 @@ def with_part(shown: Shown, at: Path | None = None, path: Path | None = None) ->
     return through
 
 
-def test_error_of_the_source_is_the_error_of_that_read_only(
+def test_source_error_fails_only_the_read_that_met_the_error(
     shown: Shown, far: Far, place: Path
 ) -> None:
     path = far.put("image.sqsh", source_bytes())
@@ -100,7 +100,7 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def test_source_changed_in_place_is_read_as_it_is_by_this_server_and_the_next(
+def test_source_changed_in_place_is_read_with_its_new_bytes_also_after_a_server_restart(
     node: Node, shown: Shown
 ) -> None:
     through = with_part(shown)
@@ -114,7 +114,7 @@ def test_source_changed_in_place_is_read_as_it_is_by_this_server_and_the_next(
         assert read_fresh(through.path) == data
 
 
-def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
+def test_changed_source_without_readable_attributes_is_not_served_from_the_copy(
     shown: Shown, far: Far, place: Path
 ) -> None:
     through = with_part(shown, place, far.put("image.sqsh", source_bytes()))
@@ -127,7 +127,7 @@ def test_source_that_changed_and_gives_no_attributes_any_more_is_still_no_copy(
         read_fresh(place)
 
 
-def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
+def test_replaced_source_is_read_as_the_old_file_and_not_from_the_copy(
     node: Node, shown: Shown, place: Path
 ) -> None:
     through = with_part(shown, place)
@@ -138,7 +138,7 @@ def test_source_replaced_by_another_file_shows_the_old_file_and_no_copy(
     assert read_fresh(place) == source_bytes()
 
 
-def test_read_under_way_while_the_source_is_replaced_ends_where_the_old_file_ends(
+def test_read_under_way_while_the_source_is_replaced_returns_the_old_files_bytes(
     shown: Shown, far: Far, place: Path
 ) -> None:
     """A FUSE that knows files by their paths shows an open one with the new one's size."""
@@ -162,7 +162,7 @@ def test_read_under_way_while_the_source_is_replaced_ends_where_the_old_file_end
 
 
 @pytest.mark.parametrize("size", [5 * MIB, 5 * MIB + 4095, 0])
-def test_source_that_is_truncated_ends_there_and_shows_no_zeros(
+def test_truncated_source_ends_at_its_new_size_without_zeros(
     node: Node, shown: Shown, size: int
 ) -> None:
     through = with_part(shown)

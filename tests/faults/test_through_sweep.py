@@ -27,7 +27,7 @@ def swept(through: Through, dry_run: bool = False, seconds: float = 100.0) -> Sw
     return done
 
 
-def test_keeper_that_is_stopped_is_ended_and_its_server_reads_on(shown: Shown) -> None:
+def test_sweep_kills_a_stopped_keeper_and_its_server_still_answers(shown: Shown) -> None:
     through = shown()
     os.kill(through.pid, signal.SIGSTOP)
     assert swept(through, dry_run=True).keepers == (through.image.key,)
@@ -37,7 +37,7 @@ def test_keeper_that_is_stopped_is_ended_and_its_server_reads_on(shown: Shown) -
 
 
 @pytest.mark.parametrize("step", [-3600.0, -40 * 86400.0])
-def test_keeper_that_is_stopped_is_ended_though_the_clock_was_set_back(
+def test_sweep_kills_a_stopped_keeper_though_the_clock_was_set_back(
     shown: Shown, step: float
 ) -> None:
     through = shown()
@@ -47,7 +47,7 @@ def test_keeper_that_is_stopped_is_ended_though_the_clock_was_set_back(
     until(lambda: not through.living(), "the keeper's end")
 
 
-def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:
+def test_sweep_aborts_a_fuse_connection_without_a_running_server(shown: Shown) -> None:
     through = shown()
     pid = through.server()
     os.kill(through.pid, signal.SIGSTOP)
@@ -59,14 +59,14 @@ def test_connection_that_nobody_answers_is_aborted(shown: Shown) -> None:
     through.ended()  # also the server, which is stopped still
 
 
-def test_keeper_that_is_well_stays_also_when_the_clock_was_set_forward(shown: Shown) -> None:
+def test_sweep_keeps_a_healthy_keeper_though_the_clock_was_set_forward(shown: Shown) -> None:
     through = shown()
     assert swept(through).keepers == ()
     assert through.living()
     through.lay()
 
 
-def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> None:
+def test_kill_keeper_kills_no_other_process_with_the_keepers_pid(shown: Shown) -> None:
     through = shown()
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
@@ -79,7 +79,7 @@ def test_process_that_has_the_number_of_a_keeper_is_not_killed(shown: Shown) -> 
     assert other.ended() == -signal.SIGTERM
 
 
-def test_users_process_that_looks_like_a_keeper_is_not_killed(shown: Shown) -> None:
+def test_users_process_that_imitates_a_keeper_is_not_killed(shown: Shown) -> None:
     """In a mount namespace of theirs, users have files of any path; here it is the keeper's own."""
     through = shown()
     ((spot, state),) = through.living()
@@ -102,7 +102,7 @@ def test_users_process_that_looks_like_a_keeper_is_not_killed(shown: Shown) -> N
     os.close(told)
 
 
-def test_directory_is_removed_once_neither_keeper_nor_stager_uses_it(
+def test_sweep_removes_a_read_through_directory_only_without_keeper_and_stager(
     node: Node, shown: Shown
 ) -> None:
     through = shown()

@@ -122,7 +122,7 @@ def fill(file: Path, size: int, dice: random.Random, holes: float = 0.5) -> None
 @pytest.mark.ci
 @pytest.mark.parametrize("lie", LIES, ids=str)
 @pytest.mark.parametrize("blockless", [0, 1])
-def test_image_has_its_bytes_whatever_is_said_of_its_holes(
+def test_image_is_copied_right_though_its_holes_are_misreported(
     copier: Copier, lie: dict[str, int], blockless: int
 ) -> None:
     file = copier.far.folder / "image"
@@ -133,7 +133,7 @@ def test_image_has_its_bytes_whatever_is_said_of_its_holes(
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
-def test_tree_has_its_bytes_whatever_is_said_of_its_holes(
+def test_directory_is_copied_right_though_holes_of_its_files_are_misreported(
     copier: Copier, lie: dict[str, int]
 ) -> None:
     folder = copier.far.folder / "tree"
@@ -146,7 +146,7 @@ def test_tree_has_its_bytes_whatever_is_said_of_its_holes(
 
 
 @pytest.mark.parametrize("lie", [{}, {"nodata": 1}], ids=str)
-def test_copy_of_a_sparse_file_is_sparse_whoever_says_where_its_holes_are(
+def test_copy_of_a_sparse_file_is_sparse_even_without_reported_holes(
     copier: Copier, lie: dict[str, int]
 ) -> None:
     file = copier.far.folder / "image"
@@ -158,7 +158,7 @@ def test_copy_of_a_sparse_file_is_sparse_whoever_says_where_its_holes_are(
     assert copied.blocks * 512 <= 4 * CHUNK
 
 
-def test_image_without_names_is_staged_if_its_path_leads_to_it(
+def test_image_with_link_count_0_is_staged_only_if_its_path_still_leads_to_the_file(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = copier.far.put("image", b"x" * CHUNK)
@@ -192,7 +192,7 @@ def draw_words(dice: random.Random, short: int, has_changes: bool = False) -> di
 
 
 @pytest.mark.ci
-def test_whatever_is_said_at_random_what_is_published_is_right(
+def test_copies_from_a_randomly_lying_file_system_publish_only_right_bytes(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()

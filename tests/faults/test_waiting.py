@@ -26,7 +26,7 @@ from node import ALICE, BOB, Node, until
 
 
 @pytest.mark.parametrize("point", ["claimed", "reserved", "chunk", "copied", "checked"])
-def test_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
+def test_prolog_killed_while_waiting_does_not_stop_the_copy(
     node: Node, points: Points, gate: Gate, point: str
 ) -> None:
     path = node.put("alice/image.sqsh", image())
@@ -46,7 +46,7 @@ def test_prolog_killed_while_it_waits_costs_nothing_but_its_own_wait(
     assert points.count("chunk") == CHUNKS
 
 
-def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate) -> None:
+def test_copy_continues_after_the_hooks_deadline(node: Node, points: Points, gate: Gate) -> None:
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", gate, nth=None)
     ran = node.prolog(1, path, clock=Until(lambda: points.count("chunk")))
@@ -60,7 +60,7 @@ def test_at_the_deadline_the_copy_goes_on(node: Node, points: Points, gate: Gate
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_no_more_than_max_copies_at_once_and_the_rest_in_order(
+def test_at_most_max_copies_run_at_once_and_queued_copies_run_in_order(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
@@ -94,7 +94,9 @@ def _owner(node: Node, path: Path) -> PartRecord | None:
     return node.cache.part(node.identity(path).key).owner()
 
 
-def test_copies_of_jobs_that_are_over_make_nobody_wait(node: Node, points: Points) -> None:
+def test_copy_of_a_job_that_has_ended_yields_its_slot_to_a_needed_copy(
+    node: Node, points: Points
+) -> None:
     node.configure(max_copies=4, threads=1, bandwidth="1K")  # after a first chunk, hours
     paths = [node.put(f"alice/{n}.sqsh", image(n)) for n in range(4)]
     for n, path in enumerate(paths):
@@ -116,7 +118,7 @@ def test_copies_of_jobs_that_are_over_make_nobody_wait(node: Node, points: Point
     until(lambda: all(node.is_idle(key) for key in keys), "the stagers' end")
 
 
-def test_two_stagers_that_stand_in_line_at_the_same_moment_take_turns(
+def test_two_stagers_queued_at_the_same_moment_copy_in_turn(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The one that asked first is slow to say so; the second must not pass it unseen."""
@@ -150,9 +152,7 @@ def test_two_stagers_that_stand_in_line_at_the_same_moment_take_turns(
     assert turns == 1
 
 
-def test_twenty_hooks_for_one_image_make_one_copy_and_all_get_it(
-    node: Node, points: Points
-) -> None:
+def test_twenty_hooks_for_one_image_share_one_copy(node: Node, points: Points) -> None:
     path = node.put("alice/image.sqsh", image())
     users = (ALICE, BOB)
     hooks = [
@@ -174,7 +174,9 @@ def test_twenty_hooks_for_one_image_make_one_copy_and_all_get_it(
     assert node.parts() == []
 
 
-def test_twenty_hooks_survive_that_their_stager_is_killed(node: Node, points: Points) -> None:
+def test_twenty_hooks_get_their_copy_though_its_stager_is_killed(
+    node: Node, points: Points
+) -> None:
     path = node.put("alice/image.sqsh", image())
     points.at("chunk", kill_stager, nth=3)
     points.at("checked", kill_stager)

@@ -87,7 +87,7 @@ def key_of(path: Path) -> str:
 
 
 @pytest.mark.cases(2)
-def test_image_that_is_being_written_is_copied_once_that_is_over(
+def test_image_being_written_is_declined_and_copied_after_the_write_has_ended(
     node: Node, place: Path, parked: Parked, points: Points
 ) -> None:
     path = put(place / "image.sqsh", image())
@@ -105,7 +105,7 @@ def test_image_that_is_being_written_is_copied_once_that_is_over(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("place", "begins"), MOMENTS, indirect=["place"])
-def test_write_that_begins_and_lands_at_any_point_is_in_no_entry(
+def test_write_at_any_point_of_a_copy_leaves_no_entry_with_wrong_bytes(
     node: Node, place: Path, parked: Parked, points: Points, begins: str
 ) -> None:
     """All points are after the first look at the file: each of its entries is the right one."""
@@ -126,7 +126,7 @@ def test_write_that_begins_and_lands_at_any_point_is_in_no_entry(
         path.unlink()
 
 
-def test_tree_that_is_being_written_is_copied_once_that_is_over(
+def test_directory_being_written_is_declined_and_copied_after_the_write_has_ended(
     node: Node, place: Path, parked: Parked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.configure(redirect="spank")

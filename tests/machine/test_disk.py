@@ -69,7 +69,7 @@ def frozen(node: Compute) -> Iterator[None]:
         node.run("fsfreeze -u /mnt/nvme")
 
 
-def test_frozen_disk_gives_its_hits_and_is_used_again_after_the_thaw(node: Compute) -> None:
+def test_frozen_disk_serves_hits_and_is_used_again_after_the_thaw(node: Compute) -> None:
     image, other = node.warm("frozen"), node.image("other")
     with frozen(node):
         assert goes_by(node, image)[0] == "hit"
@@ -77,7 +77,7 @@ def test_frozen_disk_gives_its_hits_and_is_used_again_after_the_thaw(node: Compu
     heals(node, other)
 
 
-def test_disk_frozen_while_a_job_runs_holds_no_epilog(node: Compute) -> None:
+def test_epilog_ends_though_the_disk_is_frozen_while_the_job_runs(node: Compute) -> None:
     image = node.warm("running")
     with node.holding(f"stage={image.path}", "true", image.look) as running, frozen(node):
         node.run(f"touch {OFF}")
@@ -87,7 +87,7 @@ def test_disk_frozen_while_a_job_runs_holds_no_epilog(node: Compute) -> None:
 
 
 @pytest.mark.releases
-def test_disk_frozen_while_a_step_reads_through_holds_neither_it_nor_its_epilog(
+def test_step_reading_through_and_its_epilog_end_though_the_disk_is_frozen(
     node: Compute,
 ) -> None:
     image = node.image("through", mib=24)
@@ -102,7 +102,7 @@ def test_disk_frozen_while_a_step_reads_through_holds_neither_it_nor_its_epilog(
 
 
 @pytest.mark.parametrize("members", ["member0", "member1", "member0 member1"])
-def test_member_that_hangs_holds_no_job_and_is_used_again_when_it_answers(
+def test_hanging_raid_member_blocks_no_job_and_is_used_again_once_answering(
     node: Compute, members: str
 ) -> None:
     """Whichever has the file that the probe reads."""
@@ -116,7 +116,7 @@ def test_member_that_hangs_holds_no_job_and_is_used_again_when_it_answers(
     heals(node, image)
 
 
-def test_member_that_fails_costs_a_job_nothing_but_the_hit(node: Compute) -> None:
+def test_jobs_run_without_a_hit_after_a_raid_member_failed(node: Compute) -> None:
     image, other = node.warm("fails"), node.image("other")
     node.run(MAPPED)
     node.run(FORGET + FAIL)
@@ -129,7 +129,7 @@ def test_member_that_fails_costs_a_job_nothing_but_the_hit(node: Compute) -> Non
     heals(node, image)
 
 
-def test_full_disk_costs_a_job_nothing_but_the_hit(node: Compute) -> None:
+def test_job_runs_without_a_copy_if_the_disk_is_full(node: Compute) -> None:
     image = node.image("full")
     node.run("fallocate -l $(($(df --output=avail -B1 /mnt/nvme | tail -1) - 2000000)) /mnt/nvme/x")
     try:
@@ -141,7 +141,7 @@ def test_full_disk_costs_a_job_nothing_but_the_hit(node: Compute) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["hit", "cold"])
-def test_read_only_disk_costs_a_job_nothing(node: Compute, cached: bool) -> None:
+def test_job_reads_right_bytes_on_a_node_with_a_read_only_disk(node: Compute, cached: bool) -> None:
     image = node.warm("read-only") if cached else node.image("read-only")
     node.run("mount -o remount,ro /mnt/nvme")
     try:
@@ -151,7 +151,7 @@ def test_read_only_disk_costs_a_job_nothing(node: Compute, cached: bool) -> None
     heals(node, image)
 
 
-def test_array_that_is_missing_at_boot_costs_a_job_nothing_and_writes_nothing_to_the_root_disk(
+def test_job_runs_though_the_raid_is_missing_at_boot_and_the_root_disk_gets_no_cache(
     node: Compute,
 ) -> None:
     node.vm.power_off()

@@ -9,7 +9,9 @@ from compute import Compute
 
 
 @pytest.mark.releases
-def test_admin_who_followed_the_page_has_a_node_with_nothing_to_mend(node: Compute) -> None:
+def test_node_installed_by_the_page_has_no_critical_finding_and_no_failed_unit(
+    node: Compute,
+) -> None:
     found = json.loads(node.run("forestage check --json || true").out)["findings"]
     assert [one["id"] for one in found if one["level"] == "critical"] == [], found
     failed = node.run("systemctl list-units --failed --plain --no-legend").out

@@ -51,7 +51,7 @@ def everything(node: Compute) -> tuple[str, str]:
     return stage, f"cat {POINT}/name; head -c 9 {image.path}"
 
 
-def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> None:
+def test_cancelled_job_that_uses_every_feature_leaves_nothing_on_the_node(node: Compute) -> None:
     with node.configured(CRAWLS), node.holding(*everything(node)):
         lives = node.processes()
         node.run("scancel --user=alice")
@@ -60,7 +60,7 @@ def test_job_with_all_there_is_leaves_nothing_after_scancel(node: Compute) -> No
     assert node.left() == ""
 
 
-def test_processes_live_where_a_site_bounds_them_or_in_the_step_of_their_user(
+def test_processes_run_in_the_hold_services_cgroups_or_in_the_users_step(
     node: Compute,
 ) -> None:
     with node.configured(CRAWLS), node.holding(*everything(node)):
@@ -84,7 +84,9 @@ def with_pyxis(node: Compute, folder: Path) -> None:
     )
 
 
-def test_registry_worker_lives_in_its_step_and_ends_with_it(node: Compute, tmp_path: Path) -> None:
+def test_registry_worker_runs_in_its_steps_cgroup_and_ends_with_the_step(
+    node: Compute, tmp_path: Path
+) -> None:
     image = node.image("imported", mib=1)
     with_pyxis(node, tmp_path)
     given = f"STANDIN_IMAGE={image.path} STANDIN_WAIT=/tmp/never"
@@ -108,7 +110,7 @@ def test_registry_worker_lives_in_its_step_and_ends_with_it(node: Compute, tmp_p
     assert node.left() == ""
 
 
-def test_copy_with_less_memory_than_the_image_is_right_and_nobody_is_killed(node: Compute) -> None:
+def test_copy_with_less_memory_than_the_image_is_right_without_an_oom_kill(node: Compute) -> None:
     image = node.image("large", mib=96)
     leaf = "/run/forestage/hold/copy"
     node.run(f"echo 48M >{leaf}/memory.max")
@@ -121,7 +123,7 @@ def test_copy_with_less_memory_than_the_image_is_right_and_nobody_is_killed(node
     assert len(node.entries()) == 1
 
 
-def test_slurmd_restarted_under_a_job_changes_nothing_for_it(node: Compute) -> None:
+def test_job_keeps_its_image_and_directory_while_slurmd_is_restarted(node: Compute) -> None:
     image = node.image("image", mib=24)
     # Once, on a busy computer, nothing came of its last line: now the end of cat tells whether srun
     # lost its output.
@@ -141,7 +143,7 @@ def test_slurmd_restarted_under_a_job_changes_nothing_for_it(node: Compute) -> N
     assert node.left() == ""
 
 
-def test_package_upgraded_under_a_job_changes_nothing_for_it(node: Compute) -> None:
+def test_job_keeps_its_image_and_directory_while_the_package_is_upgraded(node: Compute) -> None:
     image = node.image("image", mib=24)
     look = f"sha256sum <{image.path}; findmnt -n -o FSTYPE -T {image.path}; cat $FORESTAGE_DIR/mine"
     first = f"echo kept >$FORESTAGE_DIR/mine; head -c 9 {image.path} >/dev/null"
@@ -155,7 +157,7 @@ def test_package_upgraded_under_a_job_changes_nothing_for_it(node: Compute) -> N
     assert image.seen(node.srun(f"stage={image.path} stage-wait=5m", image.look))
 
 
-def test_directory_in_memory_counts_as_the_jobs_and_a_job_that_takes_more_is_killed(
+def test_job_directory_in_memory_counts_as_the_jobs_memory_and_an_excess_kills_the_job(
     node: Compute,
 ) -> None:
     fill = "head -c 60M /dev/zero >$FORESTAGE_DIR/x; findmnt -n -o FSTYPE -T $FORESTAGE_DIR"

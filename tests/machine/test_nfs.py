@@ -52,7 +52,7 @@ def shown(node: Compute, stage: str = f"stage={SET}/") -> list[str]:
     return node.srun(stage, f"cd {SET}; {ALL}; findmnt -n -o FSTYPE -T .").out.split()[::2]
 
 
-def test_server_dead_before_the_prolog_the_job_starts_and_can_be_cancelled(node: Compute) -> None:
+def test_job_starts_and_can_be_cancelled_while_the_nfs_server_is_dead(node: Compute) -> None:
     image = node.image("before")
     with dead(node):
         node.run("rm -f /tmp/alice.started")
@@ -66,7 +66,7 @@ def test_server_dead_before_the_prolog_the_job_starts_and_can_be_cancelled(node:
     assert image.seen(node.srun(f"stage={image.path}", image.look))
 
 
-def test_server_dead_while_copied_a_step_ends_and_the_copy_is_right_when_it_is_back(
+def test_copy_is_right_after_the_nfs_server_died_during_the_copy_and_returned(
     node: Compute,
 ) -> None:
     image = node.image("copying", mib=24)
@@ -81,7 +81,7 @@ def test_server_dead_while_copied_a_step_ends_and_the_copy_is_right_when_it_is_b
 
 
 @pytest.mark.releases
-def test_server_dead_under_a_reader_the_job_can_be_cancelled_and_nothing_is_left(
+def test_job_reading_through_can_be_cancelled_while_the_nfs_server_is_dead(
     node: Compute,
 ) -> None:
     image = node.image("through", mib=24)
@@ -100,7 +100,7 @@ def test_server_dead_under_a_reader_the_job_can_be_cancelled_and_nothing_is_left
 
 
 @pytest.mark.parametrize("redirect", ["spank", "bind"])
-def test_server_dead_under_a_hit_the_job_reads_on_and_its_epilog_ends(
+def test_job_with_a_hit_reads_on_and_its_epilog_ends_while_the_nfs_server_is_dead(
     node: Compute, redirect: str
 ) -> None:
     image = node.warm("hit")
@@ -113,7 +113,7 @@ def test_server_dead_under_a_hit_the_job_reads_on_and_its_epilog_ends(
     assert node.left() == ""
 
 
-def test_directory_taken_from_the_export_the_job_ends_as_without_forestage_and_back_it_is_right(
+def test_job_ends_while_its_directory_is_unexported_and_reads_right_bytes_afterwards(
     node: Compute,
 ) -> None:
     image = node.warm("unexported")
@@ -151,7 +151,7 @@ def test_image_changed_on_the_server_while_copied_is_no_entry_with_old_or_mixed_
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_directory_changed_on_the_server_while_cached_shows_what_is_there_now(
+def test_directory_changed_on_the_server_while_cached_shows_its_new_files(
     node: Compute, how: str
 ) -> None:
     made_set(node)
@@ -174,7 +174,7 @@ def test_directory_changed_on_the_server_while_copied_is_no_entry_with_old_or_mi
     assert shown(node) == [content(node), "erofs"]
 
 
-def test_private_image_of_a_squashed_root_is_a_hit_for_its_owner_and_nothing_for_others(
+def test_private_image_under_root_squash_is_a_hit_only_for_its_owner(
     node: Compute,
 ) -> None:
     image = node.warm("private", mode="600")

@@ -48,14 +48,14 @@ def rounds(node: Compute, farfs: str, where: str) -> list[dict[str, Any]]:
     [IMAGES, f"{SECOND}/images", f"{OTHER}/images"],
     ids=["node", "second_mount", "other"],
 )
-def test_write_that_is_parked_on_a_client_is_served_to_nobody(
+def test_copy_made_during_a_write_parked_on_an_nfs_client_is_no_hit_afterwards(
     node: Compute, farfs_there: str, where: str
 ) -> None:
     """What was copied before it shows by the times that the server gives it, once it is there."""
     assert [one for one in rounds(node, farfs_there, where) if one.get("next") == "hit"] == []
 
 
-def test_write_that_is_parked_on_the_server_is_found_by_verify_alone(
+def test_wrong_copy_of_a_write_parked_on_the_server_is_found_only_by_verify(
     node: Compute, farfs_there: str
 ) -> None:
     """Its times are those of its beginning: docs/security.md, Writes under way."""

@@ -88,7 +88,7 @@ def story(power: Power, kind: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "point", "word"), MOMENTS)
-def test_cut_at_a_point_of_the_work_leaves_right_entries_only(
+def test_power_cut_at_a_trace_point_leaves_only_right_entries(
     node: Compute, power: Power, kind: str, point: str, word: str
 ) -> None:
     name = f"{kind}{MOMENTS.index((kind, point, word))}"
@@ -107,7 +107,7 @@ def test_cut_at_a_point_of_the_work_leaves_right_entries_only(
     assert power.judge() == []
 
 
-def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
+def test_random_power_cuts_during_jobs_leave_only_right_entries(
     node: Compute, power: Power
 ) -> None:
     paths = [new(power, f"random{number}", mib=4 * number) for number in range(1, 5)]
@@ -127,7 +127,7 @@ def test_cuts_at_random_while_jobs_come_and_go_leave_right_entries_only(
 
 
 @pytest.mark.parametrize(("kind", "point", "word"), BOOTED)
-def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
+def test_node_serves_right_bytes_and_has_no_leftovers_after_a_power_cut_and_boot(
     node: Compute, power: Power, kind: str, point: str, word: str
 ) -> None:
     name = f"boot{power.cuts}"
@@ -150,7 +150,9 @@ def test_power_lost_and_back_the_node_serves_right_bytes_and_nothing_is_left(
             assert done.out.split()[0] == power.images[path]
 
 
-def test_entry_with_one_wrong_byte_is_seen_after_a_cut(node: Compute) -> None:
+def test_entry_with_one_wrong_byte_is_detected_by_the_check_after_a_power_cut(
+    node: Compute,
+) -> None:
     """Who finds nothing wrong in all cuts would find it."""
     judge = Power(node)
     path = new(judge, "spoilt")
@@ -163,6 +165,6 @@ def test_entry_with_one_wrong_byte_is_seen_after_a_cut(node: Compute) -> None:
     assert swept.startswith("spoilt: the sweep says bad of ")
 
 
-def test_cuts_were_enough_and_no_entry_was_wrong(power: Power) -> None:
+def test_power_cut_tests_made_enough_cuts_and_found_no_wrong_entry(power: Power) -> None:
     assert power.cuts >= ENOUGH
     assert power.wrong == []

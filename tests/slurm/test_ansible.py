@@ -145,7 +145,7 @@ def control(
         yield Control(booted, ansible, tmp_path_factory.mktemp("control"), package)
 
 
-def test_role_installs_changes_nothing_twice_and_goes_again(control: Control) -> None:
+def test_ansible_role_installs_is_idempotent_and_uninstalls(control: Control) -> None:
     """One test: each part begins where the one before has ended."""
     machine = control.machine
 
@@ -205,7 +205,7 @@ def test_role_installs_changes_nothing_twice_and_goes_again(control: Control) ->
     assert (again["failed"], again["changed"]) == (0, 0), again["said"]
 
 
-def test_prolog_that_the_role_cannot_join_is_refused_and_told(control: Control) -> None:
+def test_ansible_role_refuses_to_replace_a_sites_own_prolog(control: Control) -> None:
     """A site's own script in `Prolog=`: it is not replaced, and the node does not drain."""
     conf = control.machine.path("/etc/slurm/slurm.conf")
     before = conf.read_text()
@@ -222,7 +222,7 @@ def test_prolog_that_the_role_cannot_join_is_refused_and_told(control: Control) 
         assert control.play(forestage_state="absent")["failed"] == 0
 
 
-def test_what_the_page_has_somebody_type_installs(control: Control) -> None:
+def test_commands_of_the_ansible_page_install_the_package(control: Control) -> None:
     (block,) = told("test_ansible.py")
     done = control.type(block)
     assert done["failed"] == 0, done["said"]

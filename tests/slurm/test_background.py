@@ -99,7 +99,7 @@ def submitted(site: Site, image: str, name: str, *options: str) -> int:
 
 
 @pytest.mark.always
-def test_job_starts_while_its_prolog_works_and_its_step_waits(leaving: Site) -> None:
+def test_job_starts_while_its_detached_prolog_works_and_its_step_waits(leaving: Site) -> None:
     """slurmd has ended the script's process group by then."""
     with held_up(leaving):
         job = submitted(leaving, FIRST, "waits")
@@ -114,7 +114,9 @@ def test_job_starts_while_its_prolog_works_and_its_step_waits(leaving: Site) -> 
         assert not leaving.shows_source(seen)
 
 
-def test_cold_job_on_two_nodes_reads_through_what_its_prologs_have_begun(leaving: Site) -> None:
+def test_cold_job_on_two_nodes_reads_through_copies_begun_by_detached_prologs(
+    leaving: Site,
+) -> None:
     image = leaving.image("cold", mib=8)
     leaving.configure(redirect="spank", cold="auto", bandwidth="64KiB", chunk_size="1MiB")
     nodes = "n1,n2"
@@ -129,7 +131,7 @@ def test_cold_job_on_two_nodes_reads_through_what_its_prologs_have_begun(leaving
     leaving.reset()
 
 
-def test_step_does_all_by_itself_where_the_prolog_was_killed_at_its_work(leaving: Site) -> None:
+def test_step_gets_its_image_itself_if_the_detached_prolog_was_killed(leaving: Site) -> None:
     with held_up(leaving):
         job = submitted(leaving, FIRST, "killed")
         leaving.root(["kill", "-KILL", worker(leaving, job)], "n1")
@@ -139,7 +141,9 @@ def test_step_does_all_by_itself_where_the_prolog_was_killed_at_its_work(leaving
     assert "hit" in {one.result for one in served(leaving, job, "n1")}
 
 
-def test_requeued_job_ends_its_prologs_work_and_begins_anew(leaving: Site) -> None:
+def test_requeue_ends_the_detached_prolog_and_the_job_is_served_on_another_node(
+    leaving: Site,
+) -> None:
     """On another node: for two minutes, this slurmd would take it for the one that it has ended."""
     squeue = ["squeue", "--noheader", "--format=%T %r", "--job"]
     with held_up(leaving):
@@ -160,7 +164,7 @@ def test_requeued_job_ends_its_prologs_work_and_begins_anew(leaving: Site) -> No
     assert [one.result for one in leaving.outcomes(job, "n2")] == ["hit"]
 
 
-def test_cancelled_job_ends_its_prologs_work(leaving: Site) -> None:
+def test_cancelling_a_job_ends_its_detached_prolog(leaving: Site) -> None:
     with held_up(leaving):
         job = submitted(leaving, FIRST, "cancelled")
         pid = worker(leaving, job)
@@ -170,7 +174,7 @@ def test_cancelled_job_ends_its_prologs_work(leaving: Site) -> None:
     assert leaving.outcomes(job) == []
 
 
-def test_jobs_cancelled_at_any_moment_leave_nothing(leaving: Site) -> None:
+def test_jobs_cancelled_at_any_moment_leave_no_prolog_mark(leaving: Site) -> None:
     """Before the script, between it and its process, beside the Epilog."""
     where = ["--nodelist=n1", "--output=/dev/null", f"--comment=stage={FIRST}"]
     jobs = []
@@ -185,7 +189,7 @@ def test_jobs_cancelled_at_any_moment_leave_nothing(leaving: Site) -> None:
     assert marks(leaving) == []
 
 
-def test_array_of_jobs_of_a_moment_is_served_job_by_job(leaving: Site) -> None:
+def test_array_of_short_jobs_reads_the_right_image_in_each_job(leaving: Site) -> None:
     script = f"#!/bin/sh\nsrun --container-image={FIRST} true\n"
     where = ["--nodelist=n1,n2", "--nodes=1-2", "--output=/dev/null", f"--array=1-{SHORT}"]
     job = leaving.cluster.submit(script, *where, f"--comment=stage={FIRST}")
@@ -197,9 +201,7 @@ def test_array_of_jobs_of_a_moment_is_served_job_by_job(leaving: Site) -> None:
 
 
 @pytest.mark.parametrize("flags", [None, "Alloc", "Alloc,DeferBatch,Serial"])
-def test_flags_of_the_prolog_change_nothing_for_a_hinted_job(
-    machine: None, flags: str | None
-) -> None:
+def test_hinted_job_is_a_hit_with_any_prologflags(machine: None, flags: str | None) -> None:
     """Without Alloc the Prolog runs when the job's first step is launched."""
     spec = accompanied(1)
     spec = dataclasses.replace(spec, slurm_conf={**spec.slurm_conf, "PrologFlags": flags})

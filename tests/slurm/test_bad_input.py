@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_image_is_left_to_pyxis(site: Site, name: str) -> None:
+def test_bad_image_is_declined_and_the_job_ends_as_without_forestage(site: Site, name: str) -> None:
     case = CASES[name]
     job = served_as_without(site, case.path(site), case.user)
     assert_declined(site, job, case.reason)
@@ -114,7 +114,7 @@ def test_hint_of_control_characters_is_reported_and_ignored(site: Site) -> None:
     assert problem in site.command("explain", str(job.job))
 
 
-def test_longest_comment_is_read_to_its_end(site: Site) -> None:
+def test_image_at_the_end_of_the_longest_comment_is_staged(site: Site) -> None:
     """Slurm 22.05 takes 1024 bytes at most, from sbatch as from `scontrol update`."""
     image = site.image("good")
     hint = f" stage={image}"
@@ -125,6 +125,6 @@ def test_longest_comment_is_read_to_its_end(site: Site) -> None:
     assert "copied" in log_line(site, job)
 
 
-def test_comment_of_10_kb_never_becomes_a_job(site: Site) -> None:
+def test_job_with_a_10_kb_comment_is_refused_by_slurm(site: Site) -> None:
     submit = ["srun", f"--comment=stage=/shared/alice/a.sqsh {'x' * 10240}", "true"]
     assert "too long" in site.cluster.run(submit, check=False).stderr

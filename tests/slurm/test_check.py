@@ -46,14 +46,14 @@ def test_good_node_has_no_finding_before_and_after_its_first_job(site: Site) -> 
     assert checked(site) == (0, [], "forestage OK - nothing to change\n")
 
 
-def test_node_without_its_peer_service_has_a_note_and_is_healthy(site: Site) -> None:
+def test_missing_peer_service_is_only_a_note_of_check(site: Site) -> None:
     site.configure(deadline="auto")
     code, found, said = checked(site)
     assert (code, found) == (0, ["peer-service"])
     assert said.startswith("forestage OK - 1 finding: peer-service\n")
 
 
-def test_setup_that_would_drain_the_node_is_found(site: Site) -> None:
+def test_check_finds_a_setup_that_would_drain_the_node(site: Site) -> None:
     was = site.cluster.read("/etc/slurm/slurm.conf")
     try:
         site.cluster.write("/etc/slurm/slurm.conf", f"{was}Prolog=/etc/slurm/prolog.d/*\n")
@@ -67,7 +67,7 @@ def test_setup_that_would_drain_the_node_is_found(site: Site) -> None:
     assert "drains the node at its next job" in said
 
 
-def test_companion_of_another_release_is_found(site: Site) -> None:
+def test_check_finds_a_companion_of_another_slurm_release(site: Site) -> None:
     """Else an upgrade of Slurm would not be noticed."""
     told = site.cluster.run(["scontrol", "--version"], user="root").stdout.split()[-1]
     path = str(INSIDE_STATE / "forestage.so.release")

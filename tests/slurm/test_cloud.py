@@ -145,14 +145,14 @@ def cloud(
         yield Cloud(machine, built, suite)
 
 
-def test_scripts_that_clouds_share_end_with_0_without_the_package(cloud: Cloud) -> None:
+def test_shared_cloud_hook_scripts_exit_0_without_the_package(cloud: Cloud) -> None:
     assert not cloud.machine.path("/usr/lib/forestage").exists()
     for folder in (SCRIPTS, "/opt/apps/adm/slurm", "/sched/CLUSTER"):
         for kind in ("prolog", "epilog"):
             cloud.type(f"for one in {folder}/{kind}*.d/*; do test -x $one && $one; done")
 
 
-def test_node_that_power_saving_starts_ends_in_a_hit(cloud: Cloud) -> None:
+def test_second_job_on_a_node_started_by_power_saving_is_a_hit(cloud: Cloud) -> None:
     assert not cloud.machine.path("/usr/lib/forestage").exists(), "nothing was there before"
     first, second = cloud.job(), cloud.job()
     log = cloud.machine.path("/root/boot.log").read_text()
@@ -163,20 +163,20 @@ def test_node_that_power_saving_starts_ends_in_a_hit(cloud: Cloud) -> None:
     assert "forestage.timer" in cloud.type("systemctl list-timers --no-legend")
 
 
-def test_enable_on_a_configless_node_sees_the_shared_scripts(cloud: Cloud) -> None:
+def test_enable_on_a_configless_node_recognizes_the_shared_hook_scripts(cloud: Cloud) -> None:
     ask = "forestage enable --json --slurm-conf /run/slurm/conf/slurm.conf"
     plan = json.loads(cloud.type(ask))
     assert (plan["links"], plan["refusals"]) == ([], [])
     assert [one["text"] for one in plan["lines"] if "log" in one["text"]] == []
 
 
-def test_node_that_comes_back_is_prepared_once_more_and_has_its_cache(cloud: Cloud) -> None:
+def test_node_powered_down_and_up_again_keeps_its_cache_and_has_a_hit(cloud: Cloud) -> None:
     cloud.type(f"scontrol update NodeName={HOST} State=POWER_DOWN_FORCE")
     cloud.type(f"until scontrol show node {HOST} | grep -q POWERED_DOWN; do sleep 0.5; done")
     assert "hit" in cloud.job()
 
 
-def test_node_that_registers_itself_ends_in_a_hit(cloud: Cloud) -> None:
+def test_second_job_on_a_dynamic_node_is_a_hit(cloud: Cloud) -> None:
     """A dynamic node: slurm.conf names none."""
     cloud.type("systemctl stop slurmd slurmctld; rm -rf /var/lib/slurm/slurmctld/*")
     cloud.write("/opt/slurm/etc/slurm.conf", CONF.replace("NODES\n", ""))
@@ -187,7 +187,7 @@ def test_node_that_registers_itself_ends_in_a_hit(cloud: Cloud) -> None:
     assert "hit" in cloud.job()
 
 
-def test_script_of_a_cyclecloud_project_prepares_the_node(cloud: Cloud) -> None:
+def test_cyclecloud_project_script_writes_the_nodes_configuration(cloud: Cloud) -> None:
     spec = "/root/PROJECT/specs/execute/cluster-init"
     cloud.type(f"CYCLECLOUD_SPEC_PATH={spec} {spec}/scripts/50-forestage.sh")
     conf = cloud.machine.path("/etc/forestage/conf.d/40-boot.yaml").read_text()

@@ -52,7 +52,7 @@ def trivial(machine: None) -> Iterator[Cluster]:
     [([f"--container-image={IMAGE}"], {}), ([], {"PYXIS_CONTAINER_IMAGE": IMAGE})],
     ids=["option", "environment"],
 )
-def test_stand_in_sees_the_image_and_runs_in_it(
+def test_pyxis_stand_in_reports_the_image_and_runs_the_task_in_the_image(
     trivial: Cluster, option: list[str], env: dict[str, str]
 ) -> None:
     output = trivial.run(["srun", *option, "cat", "/etc/os-release"], env=env).stdout
@@ -66,7 +66,7 @@ def test_stand_in_sees_the_image_and_runs_in_it(
     assert output == 'NAME="image"\nID=image\n', "not run in the image"
 
 
-def test_nodes_have_disks_and_mounts_of_their_own_and_share_one_file_system(
+def test_cluster_nodes_have_private_disks_and_mounts_and_one_shared_file_system(
     trivial: Cluster,
 ) -> None:
     for path in ("/mnt/nvme/mine", "/run/forestage/mine"):
@@ -100,7 +100,7 @@ def test_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None
     assert OPTION not in epilog
 
 
-def test_reboot_keeps_the_disk_and_nothing_else(trivial: Cluster) -> None:
+def test_node_reboot_keeps_the_disk_but_neither_run_nor_processes(trivial: Cluster) -> None:
     trivial.write("/mnt/nvme/kept", "kept", node="n4")
     trivial.write("/run/forestage/lost", "lost", node="n4")
     stray = trivial.popen(["sleep", "60"], node="n4")
@@ -131,7 +131,7 @@ def await_nobody_in(namespace: str) -> None:
     wait_until(lambda: not processes_in(namespace), 60, lambda: f"{processes_in(namespace)} live")
 
 
-def test_cluster_that_ends_leaves_nothing_on_the_host_and_another_cluster_alone(
+def test_ended_cluster_leaves_nothing_on_the_host_and_does_not_affect_another_cluster(
     trivial: Cluster,
 ) -> None:
     with Cluster.up(TRIVIAL) as cluster:
@@ -154,7 +154,7 @@ def test_cluster_that_ends_leaves_nothing_on_the_host_and_another_cluster_alone(
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_cluster_whose_owner_is_ended_ends_as_well(
+def test_cluster_ends_when_its_owner_process_is_killed(
     machine: None, name: str, end: signal.Signals
 ) -> None:
     program = (
@@ -199,7 +199,7 @@ def test_detached_cluster_can_be_used_and_ended_by_name(machine: None, name: str
     ],
     ids=["hook", "venv"],
 )
-def test_failed_start_says_why_and_leaves_nothing(
+def test_failed_cluster_start_raises_the_cause_and_leaves_no_state(
     machine: None, name: str, spec: ClusterSpec, why: str
 ) -> None:
     with pytest.raises(ClusterError, match=why):
@@ -207,7 +207,7 @@ def test_failed_start_says_why_and_leaves_nothing(
     assert not state_path(name).exists()
 
 
-def test_cluster_of_a_fresh_clone_is_prepared_first(
+def test_cluster_up_in_a_fresh_clone_runs_tests_prepare_first(
     machine: None, name: str, tmp_path: Path
 ) -> None:
     """Without .venv each hook fails open, and all jobs look right."""

@@ -106,7 +106,7 @@ def test_job_in_a_container_reads_through_then_hits(container: Container) -> Non
     assert container.run("grep", "-c", "cold.sqsh", "/proc/self/mountinfo", check=False) == "0\n"
 
 
-def test_redirect_by_the_prolog_stays_in_the_container(container: Container) -> None:
+def test_prolog_redirect_in_a_container_is_not_mounted_on_the_host(container: Container) -> None:
     """Nobody else of the host sees it; the Epilog takes it off."""
     container.configure(redirect="bind", cold="wait", deadline="30s")
     path, sha256 = image(container, "bind")
@@ -117,7 +117,9 @@ def test_redirect_by_the_prolog_stays_in_the_container(container: Container) -> 
     assert container.run("grep", "-c", "bind.sqsh", "/proc/self/mountinfo", check=False) == "0\n"
 
 
-def test_data_in_a_container_comes_as_on_a_node(container: Container) -> None:
+def test_job_in_a_container_sees_staged_directory_mounted_file_and_job_directory(
+    container: Container,
+) -> None:
     """A directory, and the job's own one: its /dev lacks their loop devices; a mounted file."""
     container.configure(cold="wait", deadline="30s")
     path, _ = image(container, "data")
@@ -131,7 +133,7 @@ def test_data_in_a_container_comes_as_on_a_node(container: Container) -> None:
     await_idle(container)
 
 
-def test_check_wants_a_health_check_where_no_systemd_runs(container: Container) -> None:
+def test_check_in_a_container_without_systemd_demands_a_health_check(container: Container) -> None:
     def ids() -> set[str]:
         said = container.run("forestage", "check", "--json", check=False)
         return {one["id"] for one in json.loads(said)["findings"]}
@@ -146,7 +148,9 @@ def test_check_wants_a_health_check_where_no_systemd_runs(container: Container) 
     conf.write_text(before)
 
 
-def test_slurmd_alone_restarted_under_a_job_which_reads_on(container: Container) -> None:
+def test_slurmd_restarted_in_a_container_does_not_interrupt_reading_through(
+    container: Container,
+) -> None:
     path, sha256 = image(container, "restart", mib=24)
     container.configure(bandwidth="2MiB", chunk_size="1MiB", cold="through")
     wait = "touch /shared/alice/on; until [ -e /shared/alice/off ]; do sleep 0.1; done"
@@ -166,7 +170,7 @@ def test_slurmd_alone_restarted_under_a_job_which_reads_on(container: Container)
     assert container.results(number) == ["hit"]
 
 
-def test_container_killed_under_a_job_leaves_a_cache_that_the_next_one_hits(
+def test_killed_container_leaves_a_cache_that_the_next_container_hits(
     store: Store, site_cluster: Cluster, volumes: Path
 ) -> None:
     """Its leases stay, too, on a volume, until Slurm has run the job's Epilog in the next one."""
@@ -199,7 +203,7 @@ def test_container_killed_under_a_job_leaves_a_cache_that_the_next_one_hits(
         await_idle(second)
 
 
-def test_device_that_a_killed_container_has_left_goes_with_the_next_ones_sweep(
+def test_loop_device_of_a_killed_container_is_detached_by_the_next_containers_sweep(
     store: Store, site_cluster: Cluster, volumes: Path
 ) -> None:
     """It would keep an evicted entry's room. Its file's path is that of a mount that is gone."""
@@ -230,7 +234,7 @@ def test_device_that_a_killed_container_has_left_goes_with_the_next_ones_sweep(
         wait_until(lambda: devices() == [], 60, lambda: str(devices()))
 
 
-def test_layer_adds_the_package_and_no_service(store: Store) -> None:
+def test_container_layer_installs_the_package_and_enables_no_service(store: Store) -> None:
     tree = store.tree("layer")
     for name in ("prolog", "epilog"):
         assert (tree / "usr/libexec/forestage" / name).exists()

@@ -70,7 +70,7 @@ def says(name: str) -> str:
     return f'NAME="{name}"\nID={name}\n'
 
 
-def test_file_shows_at_its_mount_point_in_the_step_alone(data: Site) -> None:
+def test_squashfs_file_is_mounted_read_only_at_its_mount_point_in_the_step(data: Site) -> None:
     image = data.image("env", mib=2)
     ran = step(data, image, f"{LOOK}; grep {POINT} /proc/self/mountinfo; id -u")
     assert ran.stdout.startswith(says("env")), ran
@@ -82,14 +82,14 @@ def test_file_shows_at_its_mount_point_in_the_step_alone(data: Site) -> None:
     assert [one.result for one in data.outcomes(ran.job)] == ["started"]
 
 
-def test_batch_script_and_its_steps_have_a_server_each(data: Site) -> None:
+def test_squashfs_file_is_mounted_in_the_batch_script_and_in_its_steps(data: Site) -> None:
     image = data.image("batch")
     ran = data.sbatch(f"{LOOK}\nsrun {LOOK}\n", comment(image))
     assert ran.stdout == 2 * says("batch")
     assert [one.result for one in served(data, ran.job, "n1")[1:]] == ["hit"]
 
 
-def test_tasks_of_a_step_share_the_server_on_each_node(data: Site) -> None:
+def test_tasks_of_a_step_share_one_squashfs_mount_on_each_node(data: Site) -> None:
     image = data.image("tasks")
     options = [comment(image), "--ntasks-per-node=3", "--overcommit"]
     look = f"echo $SLURMD_NODENAME $(stat -c %d {POINT}/etc)"
@@ -100,7 +100,7 @@ def test_tasks_of_a_step_share_the_server_on_each_node(data: Site) -> None:
     assert len(set(shown)) == 2  # the number of a server that has ended is the next one's
 
 
-def test_step_with_a_container_sees_it_inside(data: Site) -> None:
+def test_container_step_sees_the_mounted_squashfs_file(data: Site) -> None:
     """The stand-in for pyxis binds with all that is mounted below, as --container-mounts does."""
     image, env = data.image("container"), data.image("inside")
     ran = data.srun(image, "sh", "-c", f"{LOOK}; {SHOW}", options=[comment(env)])
@@ -108,14 +108,16 @@ def test_step_with_a_container_sees_it_inside(data: Site) -> None:
 
 
 @pytest.mark.parametrize("of", [POINT, "/shared/alice", "/shared"])
-def test_container_by_hand_binds_it_with_all_below(data: Site, of: str) -> None:
+def test_user_container_with_a_recursive_bind_sees_the_mounted_squashfs_file(
+    data: Site, of: str
+) -> None:
     image, box = data.image("bound"), "/shared/alice/box"
     look = f"cat {box}{POINT.removeprefix(of)}/etc/os-release"
     ran = step(data, image, BINDS.format(box=box, how="rbind", of=of, look=look))
     assert ran.stdout == says("bound"), ran
 
 
-def test_container_by_hand_that_binds_the_directory_above_alone_would_not_start(
+def test_user_container_with_a_non_recursive_bind_above_a_mount_does_not_start(
     data: Site,
 ) -> None:
     """So the kernel has it, for a container of the user's own. Where a step's is known to bind so,
@@ -127,7 +129,7 @@ def test_container_by_hand_that_binds_the_directory_above_alone_would_not_start(
     assert step(data, image, bind).stdout == says("above")
 
 
-def test_step_after_one_whose_server_was_killed_has_a_new_one(data: Site) -> None:
+def test_step_after_a_killed_squashfs_server_gets_a_new_server(data: Site) -> None:
     image = data.image("killed", mib=2)
     gone, on = data.source("/shared/alice/gone"), data.source("/shared/alice/on")
     for flag in (gone, on):
@@ -161,7 +163,9 @@ def test_step_after_one_whose_server_was_killed_has_a_new_one(data: Site) -> Non
         ("/tmp", "this user cannot write to the directory"),
     ],
 )
-def test_hostile_mount_point_stays_and_the_step_goes_on(data: Site, point: str, why: str) -> None:
+def test_invalid_mount_point_is_declined_and_the_step_runs(
+    data: Site, point: str, why: str
+) -> None:
     link = data.source("/shared/alice/to-etc")
     if not link.is_symlink():
         link.symlink_to("/etc")
@@ -170,14 +174,14 @@ def test_hostile_mount_point_stays_and_the_step_goes_on(data: Site, point: str, 
     assert why in ran.stderr, ran.stderr
 
 
-def test_missing_mount_point_is_made_for_the_step_and_not_on_the_node(data: Site) -> None:
+def test_missing_mount_point_is_created_in_the_step_but_not_on_the_node(data: Site) -> None:
     data.configure(redirect="spank", data={"mount_roots": [ROOT]})
     image, point = data.image("made"), f"{ROOT}/deep/env"
     assert step(data, image, f"cat {point}/etc/os-release", point=point).stdout == says("made")
     assert data.root(["ls", ROOT], "n1") == ""
 
 
-def test_job_of_which_forestage_is_off_gets_nothing(data: Site) -> None:
+def test_job_in_a_partition_with_staging_off_gets_no_mount(data: Site) -> None:
     image = data.image("off")
     ran = data.srun(None, "ls", POINT, options=[comment(image), "--partition=plain"])
     assert (ran.stdout, ran.code) == ("", 0)
@@ -201,7 +205,7 @@ def tree(data: Site) -> Iterator[Site]:
 
 
 @pytest.mark.always
-def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> None:
+def test_staged_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> None:
     comment = [f"--comment=stage={SET}/ stage-wait=60s", "--ntasks-per-node=2", "--overcommit"]
     look = f"{KIND}; cat {SET}/link; stat -c %U {SET}/a; touch {SET}/x 2>&1 | grep -c Read-only"
     ran = tree.srun(None, "sh", "-c", look, options=comment, node="n1,n2")
@@ -210,7 +214,7 @@ def test_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> 
     assert (SET, "hit") in [(one.image, one.result) for one in found]
 
 
-def test_container_has_the_nodes_copy_where_the_user_wants_it(tree: Site) -> None:
+def test_staged_directory_is_visible_in_a_container_at_its_mount_target(tree: Site) -> None:
     comment = [f"--comment=stage={SET}/ stage-wait=60s", f"--container-mounts={SET}:/mnt:ro"]
     look = f"stat -f -c %T /mnt; cat /mnt/link; {SHOW}"
     ran = tree.srun(tree.image("in"), "sh", "-c", look, options=comment)
@@ -221,7 +225,9 @@ FILES = 1000  # of which another node looks at 64
 
 
 @pytest.mark.parametrize("peers", [True, False])
-def test_one_node_of_a_job_looks_for_all_where_peers_are_on(site: Site, peers: bool) -> None:
+def test_one_node_of_a_job_scans_a_directory_for_all_nodes_only_if_peers_are_on(
+    site: Site, peers: bool
+) -> None:
     """Counted by what each node asks of the file server. Without peers each looks at all."""
     fleet, nodes, tree = Fleet(site.cluster), site.cluster.nodes, f"{slow.POINT}/set"
     make = f"mkdir -p {slow.FOLDER}/set/a && cd {slow.FOLDER}/set/a && seq {FILES} | split -l1 -a3"
@@ -253,7 +259,7 @@ def test_one_node_of_a_job_looks_for_all_where_peers_are_on(site: Site, peers: b
     assert found[first] > 2 * FILES
 
 
-def test_step_after_one_that_wrote_to_the_directory_reads_the_shared_path(tree: Site) -> None:
+def test_step_reads_the_shared_path_after_its_staged_directory_was_changed(tree: Site) -> None:
     fill = f"echo two >{SET}/a/two"
     gone, on = tree.source("/shared/alice/gone"), tree.source("/shared/alice/on")
     for flag in (gone, on):
@@ -274,7 +280,9 @@ def test_step_after_one_that_wrote_to_the_directory_reads_the_shared_path(tree: 
     assert "has changed since the job began" in said
 
 
-def test_directory_that_cannot_be_staged_leaves_the_step_as_it_is(tree: Site) -> None:
+def test_directory_that_cannot_be_staged_is_read_from_the_shared_path_with_a_message(
+    tree: Site,
+) -> None:
     tree.cluster.run(["mkfifo", f"{SET}/fifo"], user="alice")
     options = [f"--comment=stage={SET}/ stage-wait=60s"]
     ran = tree.srun(None, "cat", f"{SET}/a/one", options=options)

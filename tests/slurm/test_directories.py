@@ -118,7 +118,7 @@ def may(facts: tuple[int, int, int], bits: int) -> bool:
     return bool(theirs | (mode >> 6 & bits if uid >= FIRST_USER else 0))
 
 
-def test_nothing_that_slurm_or_an_admin_waits_for_looks_where_a_user_can_hold_it(
+def test_hooks_and_commands_resolve_names_only_in_directories_that_no_user_can_lock(
     site: Site,
 ) -> None:
     image = site.image("traced")

@@ -119,14 +119,14 @@ def node(
         yield Node(booted, suite)
 
 
-def test_newcomer_who_follows_the_page_gets_a_warm_hit(node: Node) -> None:
+def test_commands_of_the_install_page_lead_to_a_hit_on_each_distribution(node: Node) -> None:
     assert [node.result(job) for job in (1, 2)] == ["copied", "hit"]
     assert node.type("systemctl is-active slurmd slurmctld munge").split() == ["active"] * 3
     failed = node.type("systemctl list-units --failed --plain --no-legend")
     assert not re.search("forestage|slurm|munge", failed), failed
 
 
-def test_units_run_and_log_to_the_journal(node: Node) -> None:
+def test_systemd_units_run_and_log_to_the_journal(node: Node) -> None:
     node.type("mkdir -p /var/lib/prometheus/node-exporter")  # of a package that is not here
     node.type("systemctl enable --now forestage.timer")
     node.type("systemctl start forestage.service")
@@ -144,7 +144,7 @@ def test_units_run_and_log_to_the_journal(node: Node) -> None:
     assert levels == set()
 
 
-def test_boot_has_images_copied_and_does_not_wait_for_them(node: Node) -> None:
+def test_warm_at_boot_copies_images_without_delaying_the_unit(node: Node) -> None:
     image, own = "/srv/images/boot.sqsh", "/etc/forestage/conf.d/boot.yaml"
     node.type(
         "mkdir /tmp/boot; head --bytes=16M /dev/urandom >/tmp/boot/blob;"
@@ -162,7 +162,7 @@ def test_boot_has_images_copied_and_does_not_wait_for_them(node: Node) -> None:
         node.type(f"rm -f {own} {image} /run/forestage/warmed")
 
 
-def test_upgrade_under_a_running_job_leaves_it_as_it_is(node: Node) -> None:
+def test_package_upgrade_keeps_the_redirect_of_a_running_job(node: Node) -> None:
     with node.holding():
         assert node.redirected()
         node.install(RELEASES[1])
@@ -172,7 +172,7 @@ def test_upgrade_under_a_running_job_leaves_it_as_it_is(node: Node) -> None:
     node.install(RELEASES[0])
 
 
-def test_byte_code_is_that_of_the_nodes_python_and_stays(node: Node) -> None:
+def test_installed_byte_code_fits_the_nodes_python_and_is_not_rewritten(node: Node) -> None:
     """Else each start of a hook would compile it anew."""
     count = f"find {HOME}/lib -name '*.pyc' | wc -l"
     before = int(node.type(count))
@@ -183,7 +183,7 @@ def test_byte_code_is_that_of_the_nodes_python_and_stays(node: Node) -> None:
     assert node.type(f"find {HOME} -newer /root/installed") == ""
 
 
-def test_another_python_of_the_distribution_gets_its_byte_code(node: Node) -> None:
+def test_dpkg_trigger_compiles_byte_code_for_another_python(node: Node) -> None:
     """As when the distribution is upgraded: dpkg runs postinstall's trigger."""
     node.type(f"find {HOME}/lib -name __pycache__ -prune -exec rm -r {{}} +")
     node.type("dpkg-trigger --by-package=dpkg /usr/bin/python3; dpkg --triggers-only forestage")
@@ -191,7 +191,7 @@ def test_another_python_of_the_distribution_gets_its_byte_code(node: Node) -> No
     assert node.type(f"readlink {HOME}/bin/python3") == "/usr/bin/python3\n"
 
 
-def test_line_of_the_companion_is_read_without_a_word(node: Node) -> None:
+def test_include_line_of_a_missing_companion_causes_no_message(node: Node) -> None:
     """By this Slurm, on a host without the companion, which `optional` alone would not be."""
     stack = node.machine.path("/etc/slurm/plugstack.conf")
     before = stack.read_text() if stack.exists() else ""
@@ -202,7 +202,7 @@ def test_line_of_the_companion_is_read_without_a_word(node: Node) -> None:
         stack.write_text(before)
 
 
-def test_removed_under_a_running_job_no_job_fails_and_no_node_drains(node: Node) -> None:
+def test_package_removal_under_a_running_job_fails_no_job_and_drains_no_node(node: Node) -> None:
     with node.holding():
         assert node.redirected()
         node.type("apt-get remove -y forestage")

@@ -35,7 +35,7 @@ def cluster_spec() -> ClusterSpec:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("where", SAID)
 @pytest.mark.parametrize("cached", [True, False], ids=["hit", "cold"])
-def test_container_that_binds_what_is_above_its_image_starts_from_the_source(
+def test_container_that_binds_a_directory_above_its_image_starts_from_the_source(
     site: Site, where: str, cached: bool
 ) -> None:
     site.configure(redirect="spank", cold="through")

@@ -89,7 +89,7 @@ def uses(site: Site) -> dict[tuple[int, str, str], bool]:
 
 @pytest.mark.long
 @pytest.mark.timeout(10800)
-def test_estimate_of_2000_jobs_is_what_forestage_did(booked: Site) -> None:
+def test_hits_estimated_for_2000_jobs_match_forestages_own_events(booked: Site) -> None:
     site, chance = booked, random.Random(31)
     images = [site.image(f"i{n}", mib=SIZES[n % 3], seed=n) for n in range(IMAGES)]
     weights = [1 / (rank + 1) for rank in range(IMAGES)]

@@ -140,7 +140,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_of_a_node_is_told_by_status_check_explain_and_metrics(site: Site, name: str) -> None:
+def test_node_fault_is_reported_by_status_check_explain_and_metrics(site: Site, name: str) -> None:
     fault = FAULTS[name]
     site.srun(site.image("before"))  # the cache is there
     mend = fault.make(site)

@@ -94,7 +94,7 @@ def health(site: Site) -> Iterator[Health]:
 BROKEN = "forestage: unusable: "
 
 
-def test_unusable_cache_is_the_nodes_note_until_it_is_usable(health: Health) -> None:
+def test_unusable_cache_is_noted_in_slurms_node_record_until_it_is_usable(health: Health) -> None:
     health.break_cache()
     health.until(Extra=BROKEN)
     assert "State=IDLE" in health.node()
@@ -102,7 +102,7 @@ def test_unusable_cache_is_the_nodes_note_until_it_is_usable(health: Health) -> 
     health.until()
 
 
-def test_health_check_makes_nothing_again(health: Health) -> None:
+def test_health_check_does_not_create_a_directory_that_exists(health: Health) -> None:
     """mkdir(2) would wait for the lock of /run, which a user can hold; slurmd waits for this."""
     path = "/run/fake"
     script = f"""
@@ -113,12 +113,12 @@ def test_health_check_makes_nothing_again(health: Health) -> None:
     assert health.alone(script).split() == [KNOWN, f"{path}:", "mkdir"]
 
 
-def test_note_that_a_boot_made_forget_is_cleared_once_the_node_is_well(health: Health) -> None:
+def test_health_note_from_before_a_boot_is_cleared_once_the_node_is_healthy(health: Health) -> None:
     health.set(f"rm -f {KNOWN}", Extra=f"{BROKEN}of before the boot")
     health.until()
 
 
-def test_what_the_site_wrote_there_stays(health: Health) -> None:
+def test_health_check_keeps_the_extra_and_comment_that_the_site_wrote(health: Health) -> None:
     health.set(f"rm -f {KNOWN}", Extra='{"rack": 7}', Comment="RMA 4711")
     health.break_cache()
     wait_until(lambda: BROKEN in health.root("sh", "-c", f"cat {KNOWN} || :"), 200, health.node)
@@ -127,7 +127,7 @@ def test_what_the_site_wrote_there_stays(health: Health) -> None:
     assert health.notes() == {"Extra": '{"rack": 7}', "Comment": "RMA 4711"}
 
 
-def test_slurmctld_is_asked_when_the_note_changes(health: Health) -> None:
+def test_health_check_updates_slurmctld_only_when_the_note_changes(health: Health) -> None:
     health.break_cache()
     health.until(Extra=BROKEN)
     marked = f"{BROKEN}and a mark of the test's"
@@ -135,7 +135,7 @@ def test_slurmctld_is_asked_when_the_note_changes(health: Health) -> None:
     assert health.notes()["Extra"] == marked
 
 
-def test_clear_takes_the_note_away_and_print_changes_nothing(health: Health) -> None:
+def test_health_check_clear_removes_the_note_and_print_only_prints_the_note(health: Health) -> None:
     health.break_cache()
     health.until(Extra=BROKEN)
     assert health.root(PROGRAM, "--print").startswith(BROKEN)
@@ -159,6 +159,6 @@ def test_nhc_fails_on_an_unusable_cache_and_not_where_staging_is_off(health: Hea
 
 
 @pytest.mark.parametrize("script", ["health", "nhc/forestage.nhc"])
-def test_script_is_read_by_the_shell_that_runs_it(script: str) -> None:
+def test_health_check_script_has_valid_syntax_for_its_shell(script: str) -> None:
     shell = "bash" if script.endswith(".nhc") else "sh"
     subprocess.run([shell, "-n", REPO / "packaging" / script], check=True)

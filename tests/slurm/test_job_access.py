@@ -60,7 +60,9 @@ def test_private_image_of_a_running_job_opens_for_no_other_user(site: Site, way:
     assert f"/mnt/nvme/forestage/entries/{key}/image" in findings(root), "it looks in vain"
 
 
-def test_another_users_log_stays_writable_for_his_jobs(site: Site) -> None:
+def test_another_users_log_hinted_as_an_image_stays_writable_for_its_owners_jobs(
+    site: Site,
+) -> None:
     """A redirect over it would have slurmstepd fail to open StdOut: JobLaunchFailure."""
     log = "/shared/bob/out.txt"
     site.source(log).write_text("begin\n")

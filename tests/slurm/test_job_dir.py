@@ -47,7 +47,7 @@ def step(site: Site, comment: str, script: str, node: str = "n1") -> Ran:
     return site.srun(None, "sh", "-c", script, comment=comment, node=node)
 
 
-def test_step_has_a_directory_of_its_own(dirs: Site) -> None:
+def test_step_has_a_job_directory_of_the_requested_size(dirs: Site) -> None:
     script = (
         "echo $FORESTAGE_DIR; stat -c '%U %a' $FORESTAGE_DIR; echo x >$FORESTAGE_DIR/file"
         f"; df -k --output=size {AT} | tail -1; grep ' {AT} ' /proc/self/mountinfo"
@@ -60,7 +60,7 @@ def test_step_has_a_directory_of_its_own(dirs: Site) -> None:
     assert " ext4 /dev/loop" in mount
 
 
-def test_later_steps_find_what_earlier_ones_wrote_and_the_node_sees_nothing(dirs: Site) -> None:
+def test_job_directory_is_shared_by_the_jobs_steps_and_not_mounted_on_the_node(dirs: Site) -> None:
     script = (
         f"echo batch >{AT}/one; srun sh -c 'cat {AT}/one; echo step >{AT}/two'; cat {AT}/two"
         f"; srun --ntasks=3 --overcommit cat {AT}/two"
@@ -72,7 +72,7 @@ def test_later_steps_find_what_earlier_ones_wrote_and_the_node_sees_nothing(dirs
     assert ran.stdout.split() == ["batch", "step", "step", "step", "step"]
 
 
-def test_tree_and_seed_are_there_before_the_task_begins(dirs: Site) -> None:
+def test_job_directory_has_its_tree_and_seed_before_the_task_begins(dirs: Site) -> None:
     comment = "stage-dir=64M stage=/shared/alice/tree@job,/shared/alice/tree@seed:JIT_CACHE"
     script = f"cat {AT}/tree/a/file $JIT_CACHE/a/file; echo $JIT_CACHE; echo more >{AT}/tree/a/file"
     ran = step(dirs, comment, script)
@@ -81,7 +81,7 @@ def test_tree_and_seed_are_there_before_the_task_begins(dirs: Site) -> None:
     assert [one.result for one in dirs.outcomes(ran.job, hook="step")] == ["copied", "copied"]
 
 
-def test_directory_in_memory_is_the_same_for_all_steps_and_tasks(dirs: Site) -> None:
+def test_job_directory_in_memory_is_shared_by_all_steps_and_tasks(dirs: Site) -> None:
     comment = "stage-dir=64M,ram stage=/shared/alice/tree@job,/shared/alice/tree@seed:JIT_CACHE"
     look = f'cat {AT}/tree/a/file; grep -c " {AT} rw,nosuid,nodev.* tmpfs " /proc/self/mountinfo'
     script = (
@@ -99,7 +99,7 @@ def test_directory_in_memory_is_the_same_for_all_steps_and_tasks(dirs: Site) -> 
 
 
 @pytest.mark.parametrize("size", ["64M", "64M,ram"])
-def test_container_has_the_directory_and_the_variables(dirs: Site, size: str) -> None:
+def test_container_step_has_the_job_directory_and_its_variables(dirs: Site, size: str) -> None:
     tree = "/shared/alice/tree"
     comment = f"stage-dir={size} stage={tree}@job,{tree}@seed:JIT_CACHE"
     script = (
@@ -111,7 +111,7 @@ def test_container_has_the_directory_and_the_variables(dirs: Site, size: str) ->
     assert ran.stdout.splitlines()[:5] == ["hello", "hello", f"{AT} {SEED}", "x", 'NAME="in"'], ran
 
 
-def test_job_that_a_job_submits_has_the_users_variables_and_none_of_its_directory(
+def test_job_submitted_by_a_job_inherits_no_job_directory_variables(
     dirs: Site,
 ) -> None:
     look = 'echo "[$FORESTAGE_DIR][$JIT_CACHE][$FORESTAGE_WAS_JIT_CACHE]"'
@@ -125,7 +125,7 @@ def test_job_that_a_job_submits_has_the_users_variables_and_none_of_its_director
     assert ran.stdout.split() == 2 * [f"[{AT}][{SEED}][/mine]"] + 2 * ["[][/mine][]"]
 
 
-def test_cancelled_job_leaves_nothing_in_memory(dirs: Site) -> None:
+def test_cancelled_job_leaves_no_holder_of_its_directory_in_memory(dirs: Site) -> None:
     on = dirs.source("/shared/alice/cancelled")
     on.unlink(missing_ok=True)
     script = f"#!/bin/sh\nhead -c 8M /dev/zero >{AT}/x; touch cancelled; exec sleep 600\n"
@@ -137,7 +137,9 @@ def test_cancelled_job_leaves_nothing_in_memory(dirs: Site) -> None:
     assert dirs.named("n1", PROCESS_NAME) == []
 
 
-def test_killed_holder_of_a_directory_in_memory_is_told(dirs: Site) -> None:
+def test_later_step_reports_that_the_holder_of_its_directory_in_memory_was_killed(
+    dirs: Site,
+) -> None:
     comment = "--comment=stage-dir=64M,ram"
     on, go = dirs.source("/shared/alice/held"), dirs.source("/shared/alice/go")
     for flag in (on, go):
@@ -188,7 +190,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ("stage-dir=64M", "ram"),
     ],
 )
-def test_window_leaves_nothing_though_all_its_processes_are_killed(
+def test_window_with_killed_processes_leaves_nothing_in_dev_shm(
     dirs: Site, comment: str, where: str
 ) -> None:
     make = "mkdir -p shards; for n in 0 1 2 3 4 5 6 7; do yes $n | head -c 1M >shards/$n; done"
@@ -201,13 +203,13 @@ def test_window_leaves_nothing_though_all_its_processes_are_killed(
     assert list(dirs.cluster.host_path("/dev/shm", "n1").glob("forestage-*")) == []
 
 
-def test_each_node_has_one_of_its_own(dirs: Site) -> None:
+def test_each_node_of_a_job_has_a_separate_job_directory(dirs: Site) -> None:
     script = f"echo $SLURMD_NODENAME >{AT}/who; cat {AT}/who"
     ran = step(dirs, "stage-dir=32M", script, node="n1,n2")
     assert sorted(ran.stdout.split()) == ["n1", "n2"]
 
 
-def test_user_reads_why_there_is_none(dirs: Site) -> None:
+def test_step_prints_why_the_job_has_no_job_directory(dirs: Site) -> None:
     ran = step(dirs, "stage-dir=900M", f'echo "[$FORESTAGE_DIR]"; ls {AT}')
     assert ran.stdout == "[]\n"
     assert "no directory of its own on this node" in ran.stderr
@@ -220,7 +222,7 @@ def test_user_reads_why_there_is_none(dirs: Site) -> None:
     assert "/shared/alice/nothing does not exist" in ran.stderr
 
 
-def test_another_users_job_has_another(dirs: Site) -> None:
+def test_job_directory_of_another_users_job_is_empty_and_owned_by_that_user(dirs: Site) -> None:
     step(dirs, "stage-dir=32M", f"echo secret >{AT}/file")
     script = ["sh", "-c", f"ls -A {AT}; stat -c %U {AT}"]
     ran = dirs.srun(None, *script, comment="stage-dir=32M", user="bob")
@@ -229,7 +231,7 @@ def test_another_users_job_has_another(dirs: Site) -> None:
 
 @pytest.mark.long  # Slurm has it wait for two minutes
 @pytest.mark.parametrize("size", ["32M", "32M,ram"])
-def test_requeued_job_begins_with_an_empty_one(dirs: Site, size: str) -> None:
+def test_requeued_job_starts_with_an_empty_job_directory(dirs: Site, size: str) -> None:
     found = "/shared/alice/requeued"
     script = (
         "#!/bin/sh\n"

@@ -38,7 +38,7 @@ def state(site: Site, job: int) -> str:
     return dict(word.partition("=")[::2] for word in shown.stdout.split())["JobState"]
 
 
-def test_reconfigure_during_a_slow_copy_costs_no_job(site: Site) -> None:
+def test_job_completes_though_slurm_is_reconfigured_during_its_slow_copy(site: Site) -> None:
     image = site.image("slow", mib=2 * LOST_AFTER)
     site.configure(deadline="auto", bandwidth="1MiB", chunk_size="1MiB")
     script = "#!/bin/sh\nuntil test -e /shared/alice/go; do sleep 0.05; done\n"

@@ -30,7 +30,9 @@ WAYS: dict[str, Callable[[Site, str], Ran]] = {
 
 @pytest.mark.always
 @pytest.mark.parametrize("way", WAYS)
-def test_first_job_copies_and_the_second_reads_nothing_shared(site: Site, way: str) -> None:
+def test_first_job_copies_the_image_and_the_second_job_reads_nothing_from_the_source(
+    site: Site, way: str
+) -> None:
     image = site.image(way, mib=4)
     digest = site.sha256(image)
     with contextlib.closing(Reads(site.source(image))) as source:
@@ -86,7 +88,7 @@ def by_rename(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, by_rename])
-def test_next_job_sees_the_change_while_an_older_one_runs(
+def test_new_job_sees_a_changed_image_while_an_older_job_runs(
     site: Site, change: Callable[[Site, str], None]
 ) -> None:
     image = site.image("changing", mib=2)
@@ -104,7 +106,7 @@ def test_next_job_sees_the_change_while_an_older_one_runs(
             assert site.saw(site.srun(image).job).file == site.copy(outcome.key)
 
 
-def test_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
+def test_cancelled_job_leaves_no_redirect_and_no_lease(site: Site) -> None:
     image = site.image("cancelled")
     with site.holding(image) as held:
         site.cluster.run(["scancel", str(held.job)])
@@ -113,7 +115,7 @@ def test_cancelled_job_leaves_its_redirect_to_nobody(site: Site) -> None:
         assert site.leases() == []
 
 
-def test_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
+def test_job_that_saves_over_its_image_gets_no_redirect(site: Site) -> None:
     image = site.image("saved")
     job = site.srun(
         image, "sh", "-c", f"echo more >> {image}", options=[f"--container-save={image}"]
@@ -122,7 +124,7 @@ def test_job_that_saves_over_its_image_can_do_so(site: Site) -> None:
     assert site.shows_source(site.saw(job.job))
 
 
-def test_job_without_image_and_hint_leaves_no_file(site: Site) -> None:
+def test_job_without_image_and_hint_writes_no_file(site: Site) -> None:
     def files() -> str:
         find = "find /mnt/nvme /run/forestage /var/log/forestage /var/lib/forestage /tmp /etc"
         # The checkout may lie below /tmp, where other tests write to it.

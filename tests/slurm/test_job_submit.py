@@ -85,14 +85,16 @@ def images(site: Site, script: str, *options: str) -> tuple[str, ...]:
     return seen_images(noted(site, batch(site, script, *options)))
 
 
-def test_option_of_sbatch_and_in_its_script_is_noted(held: Site) -> None:
+def test_image_option_of_sbatch_and_of_its_script_is_noted_in_the_admin_comment(held: Site) -> None:
     job = batch(held, "true", "--container-image=/shared/a.sqsh")
     assert noted(held, job) == "stage-seen=/shared/a.sqsh"
     assert images(held, "#SBATCH --container-image=/shared/b.sqsh") == ("/shared/b.sqsh",)
 
 
 @pytest.mark.parametrize("command", ["srun", "salloc"])
-def test_option_of_srun_and_salloc_is_noted(site: Site, command: str) -> None:
+def test_image_option_of_srun_and_salloc_is_noted_in_the_admin_comment(
+    site: Site, command: str
+) -> None:
     image = site.image(command)
     ran = site.run([command, f"--container-image={image}", "true"])
     assert seen_images(noted(site, ran.job)) == (image,)
@@ -122,18 +124,20 @@ STEPS = {
 
 
 @pytest.mark.parametrize("script", STEPS)
-def test_image_of_a_step_is_noted_where_the_script_says_it(held: Site, script: str) -> None:
+def test_images_of_the_steps_in_a_script_are_noted_in_the_admin_comment(
+    held: Site, script: str
+) -> None:
     assert images(held, script) == STEPS[script]
 
 
-def test_option_comes_before_the_steps_images_and_what_a_shell_has_read_is_taken_as_it_is(
+def test_noted_image_option_precedes_the_step_images_and_is_not_expanded(
     held: Site,
 ) -> None:
     script = "srun --container-image=/b true"
     assert images(held, script, "--container-image=/$a{1}~\n.sqsh") == ("/$a{1}~\n.sqsh", "/b")
 
 
-def test_comment_of_the_user_and_what_the_admin_comment_holds_stay(held: Site) -> None:
+def test_noting_an_image_keeps_the_users_comment_and_the_existing_admin_comment(held: Site) -> None:
     comment = "x" * 1024  # the most that Slurm takes
     option = "--container-image=/a.sqsh"
     job = batch(held, "true", option, f"--comment={comment}", "--job-name=ticket")
@@ -151,13 +155,13 @@ def test_user_cannot_write_an_admin_comment(held: Site) -> None:
     assert noted(held, job) == "stage-seen=/a.sqsh"
 
 
-def test_whoever_may_see_the_job_sees_what_is_noted(held: Site) -> None:
+def test_noted_image_is_visible_to_another_user_in_scontrol_show_job(held: Site) -> None:
     job = batch(held, "true", "--container-image=/shared/alice/a.sqsh")
     shown = held.cluster.run(["scontrol", "show", "job", str(job)], user="bob").stdout
     assert "AdminComment=stage-seen=/shared/alice/a.sqsh" in shown
 
 
-def test_component_of_a_het_job_is_not_given_the_first_ones_image(held: Site) -> None:
+def test_het_job_component_does_not_get_the_first_components_image(held: Site) -> None:
     options = ["--container-image=/a.sqsh", ":", "-n1", ":", "--container-image=/c.sqsh"]
     job = int(
         held.cluster.run(["sbatch", "--parsable", "-H", *options], input="#!/bin/sh\n").stdout
@@ -165,7 +169,7 @@ def test_component_of_a_het_job_is_not_given_the_first_ones_image(held: Site) ->
     assert noted(held, job) == "stage-seen=/a.sqsh"
 
 
-def test_word_has_900_bytes_and_whole_paths(held: Site) -> None:
+def test_noted_images_have_at_most_900_bytes_and_only_whole_paths(held: Site) -> None:
     long, fits = "/" + "ü" * 140, "/fits.sqsh"  # 6 bytes for each ü
     script = "\n".join(f"srun --container-image={path} true" for path in (long, long + "x", fits))
     job = batch(held, script)
@@ -174,7 +178,7 @@ def test_word_has_900_bytes_and_whole_paths(held: Site) -> None:
     assert images(held, f"srun --container-image=/{'x' * 900} true") == ()
 
 
-def test_script_is_read_to_its_256th_kib(held: Site) -> None:
+def test_script_is_searched_for_images_only_in_its_first_256_kib(held: Site) -> None:
     last = "srun --container-image=/last true\n"
     filler = "#" * 63 + "\n"
     near = filler * (256 * 16 - 3) + last
@@ -183,22 +187,26 @@ def test_script_is_read_to_its_256th_kib(held: Site) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_hostile_script_is_submitted_and_notes_little(held: Site, name: str) -> None:
+def test_hostile_script_is_accepted_and_its_note_has_at_most_900_bytes(
+    held: Site, name: str
+) -> None:
     assert len(noted(held, batch(held, SCRIPTS[name]))) <= 900
 
 
-def test_file_defines_no_global_name(held: Site) -> None:
+def test_job_submit_lua_defines_no_global_name(held: Site) -> None:
     assert noted(held, batch(held, "true", "--job-name=globals")) == "new="
 
 
-def test_failure_inside_is_logged_and_the_job_is_accepted(held: Site) -> None:
+def test_error_in_job_submit_lua_is_logged_and_the_job_is_accepted(held: Site) -> None:
     job = batch(held, "true", "--job-name=failing", "--container-image=/a.sqsh")
     assert noted(held, job) == ""
     log = (held.cluster.state / "log/slurmctld.log").read_text()
     assert re.search("error: .*forestage: no image is noted for a job: .*no field, 100%s", log)
 
 
-def test_uncaught_error_of_the_sites_own_is_for_slurm_to_answer(held: Site) -> None:
+def test_uncaught_error_in_a_sites_own_job_submit_lua_refuses_the_job_only_on_slurm_26(
+    held: Site,
+) -> None:
     """Slurm 22.05 and 24.11 accept the job, 26.05 refuses it: no error may leave our function."""
     options = ["--hold", "--job-name=uncaught"]
     ran = held.cluster.run(["sbatch", *options], input="#!/bin/sh\n", check=False)
@@ -206,7 +214,7 @@ def test_uncaught_error_of_the_sites_own_is_for_slurm_to_answer(held: Site) -> N
 
 
 @pytest.mark.parametrize("broken", ["", "return function( end", "error('at once')"])
-def test_file_that_is_missing_or_broken_costs_no_job(held: Site, broken: str) -> None:
+def test_missing_or_broken_job_submit_lua_refuses_no_job(held: Site, broken: str) -> None:
     own, copy = (held.cluster.host_path(path) for path in ("/etc/slurm/job_submit.lua", COPY))
     text = copy.read_text()
     try:

@@ -34,7 +34,7 @@ def published(site: Site, image: str, node: str = "n1") -> None:
     wait_until(lambda: not any(parts.iterdir()), 90, lambda: f"{image} is still being copied")
 
 
-def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(
+def test_copy_slower_than_slurms_timeouts_fails_no_job_and_drains_no_node(
     site: Site, cluster_spec: ClusterSpec
 ) -> None:
     """Whatever limit slurm.conf sets, `deadline: auto` comes first, and the copy goes on.
@@ -65,7 +65,7 @@ def test_copy_slower_than_slurms_timeouts_costs_no_job_and_no_node(
     assert not site.shows_source(site.saw(second.job))
 
 
-def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site) -> None:
+def test_stage_wait_hint_extends_the_wait_without_draining_the_node(site: Site) -> None:
     image = site.image("hinted", mib=24, seed=2)
     # Longer than the deadline, and by far shorter than what TIMEOUT leaves.
     site.configure(deadline="1s", bandwidth="16MiB", chunk_size="1MiB")
@@ -75,7 +75,7 @@ def test_hint_makes_a_job_wait_longer_but_never_as_long_as_drains(site: Site) ->
     assert set(site.cluster.node_states().values()) == {"idle"}
 
 
-def test_job_that_waits_for_nothing_starts_at_once_and_is_redirected_later(site: Site) -> None:
+def test_cold_auto_job_starts_without_waiting_and_is_redirected_later(site: Site) -> None:
     image = site.image("cold", mib=24, seed=4)
     site.configure(cold="auto", bandwidth="2MiB", chunk_size="1MiB")
     go = site.source("/shared/alice/go-on")
@@ -99,7 +99,7 @@ def test_job_that_waits_for_nothing_starts_at_once_and_is_redirected_later(site:
     assert image not in binds.read_text()
 
 
-def test_cancelled_job_that_waits_for_nothing_leaves_its_node_at_once(site: Site) -> None:
+def test_cancelled_job_that_does_not_wait_for_its_copy_ends_before_the_copy(site: Site) -> None:
     image = site.image("left", mib=24, seed=5)
     site.configure(cold="shared", bandwidth="1MiB", chunk_size="1MiB")
     began = site.source("/shared/alice/began")

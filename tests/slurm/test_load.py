@@ -50,7 +50,7 @@ def load(machine: None, keys: Mapping[str, object], tmp_path: Path) -> Iterator[
     ],
 )
 @pytest.mark.parametrize("size", [FEW, pytest.param(MANY, marks=pytest.mark.long)], ids=str)
-def test_nobody_is_the_worse_for_it(
+def test_random_load_of_jobs_and_mishaps_causes_no_wrong_bytes_and_leaves_no_traces(
     load: Load, size: tuple[int, int, int], keys: Mapping[str, object]
 ) -> None:
     site, nodes = load.site, load.site.cluster.nodes

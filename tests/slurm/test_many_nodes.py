@@ -34,7 +34,7 @@ def jobs_left(site: Site) -> str:
     return site.cluster.run(["squeue", "--noheader", "--format=%i"], user="root").stdout
 
 
-def test_each_node_says_its_own_line_and_the_worst_exit_status_counts(site: Site) -> None:
+def test_clush_status_prints_each_nodes_line_and_exits_with_the_worst_status(site: Site) -> None:
     for node in site.cluster.nodes:
         site.srun(site.image("a"), node=node)
     done = clush(site)
@@ -49,7 +49,7 @@ def test_each_node_says_its_own_line_and_the_worst_exit_status_counts(site: Site
     site.cluster.wait_idle()
 
 
-def test_node_that_slurm_does_not_give_is_named_and_no_job_stays(site: Site) -> None:
+def test_clush_by_srun_names_a_drained_node_and_leaves_no_job(site: Site) -> None:
     site.root(["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test"], "n1")
     done = clush(site, "srun --immediate=5")
     site.root(["scontrol", "update", "NodeName=n2", "State=RESUME"], "n1")

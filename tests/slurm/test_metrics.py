@@ -169,7 +169,9 @@ def work(site: Site) -> None:
     site.configure()
 
 
-def test_prometheus_shows_what_happened(site: Site, prometheus: Prometheus) -> None:
+def test_metrics_in_prometheus_equal_the_event_logs_and_fill_each_dashboard_panel(
+    site: Site, prometheus: Prometheus
+) -> None:
     write(site, prometheus)
     base = {node: results(site, node) for node in NODES}
 

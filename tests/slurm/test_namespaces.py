@@ -46,7 +46,7 @@ def spank(site: Site) -> Site:
     return site
 
 
-def test_step_in_its_jobs_namespaces_has_the_copy(spank: Site) -> None:
+def test_step_in_job_namespaces_sees_the_nodes_copy(spank: Site) -> None:
     image = spank.image("inner", mib=2)
     first, second = (spank.srun(image) for _ in range(2))
     for job in (first, second):
@@ -56,7 +56,7 @@ def test_step_in_its_jobs_namespaces_has_the_copy(spank: Site) -> None:
     assert [one.result for one in served(spank, second.job, "n1")] == ["hit"]
 
 
-def test_cold_step_reads_through_the_keeper_of_its_prolog(spank: Site) -> None:
+def test_cold_step_in_job_namespaces_reads_through_the_prologs_keeper(spank: Site) -> None:
     image = spank.image("cold", mib=8)
     spank.configure(redirect="spank", cold="through", bandwidth="64KiB", chunk_size="1MiB")
     job = spank.srun(image)
@@ -70,7 +70,7 @@ def test_cold_step_reads_through_the_keeper_of_its_prolog(spank: Site) -> None:
     spank.reset()
 
 
-def test_inner_step_starts_no_keeper_that_would_end_with_its_job(spank: Site) -> None:
+def test_inner_step_in_job_namespaces_starts_no_keeper_and_reads_the_source(spank: Site) -> None:
     image = spank.image("within", mib=8)
     spank.configure(redirect="spank", cold="through", bandwidth="64KiB", chunk_size="1MiB")
     job = spank.sbatch(f"srun --container-image={image} {SHOW}")

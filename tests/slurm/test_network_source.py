@@ -65,7 +65,7 @@ def test_image_that_root_may_not_read_is_staged_for_its_owner_alone(fleet: Fleet
     assert fleet.redirected() == []
 
 
-def test_rsync_which_opens_the_source_as_root_leaves_the_original_path(fleet: Fleet) -> None:
+def test_rsync_engine_declines_an_image_that_root_cannot_read(fleet: Fleet) -> None:
     fleet.configure(peers={}, engine="rsync")
     path = put(fleet, "rsync")
     ran = read_in_a_job(fleet, path)
@@ -74,7 +74,9 @@ def test_rsync_which_opens_the_source_as_root_leaves_the_original_path(fleet: Fl
     assert fleet.entries() == {}
 
 
-def test_link_that_is_cut_for_a_while_costs_the_deadline_and_no_byte(fleet: Fleet) -> None:
+def test_copy_completes_after_a_network_cut_during_which_the_job_reaches_its_deadline(
+    fleet: Fleet,
+) -> None:
     fleet.configure(peers={}, deadline="2s")
     path = put(fleet, "long", mib=48)
     job = fleet.start(path, ["n1"])

@@ -57,7 +57,9 @@ def cluster(machine: None) -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     "asked", ["--constraint=nvme", "--tmp=20G", "--constraint=nvme --tmp=20G", "--gres=nvme:20"]
 )
-def test_job_that_asks_for_the_disk_runs_where_it_is(cluster: Cluster, asked: str) -> None:
+def test_job_that_requests_the_nvme_disk_runs_on_the_node_with_the_disk(
+    cluster: Cluster, asked: str
+) -> None:
     ran = [
         cluster.run(["srun", *asked.split(), "printenv", "SLURMD_NODENAME"]).stdout
         for _ in range(2)
@@ -65,13 +67,13 @@ def test_job_that_asks_for_the_disk_runs_where_it_is(cluster: Cluster, asked: st
     assert ran == ["n2\n", "n2\n"]
 
 
-def test_job_that_asks_for_more_than_there_is_is_refused(cluster: Cluster) -> None:
+def test_job_that_requests_more_nvme_than_a_node_has_is_refused(cluster: Cluster) -> None:
     for asked in ("--tmp=65G", "--gres=nvme:31"):
         ran = cluster.run(["srun", asked, "true"], check=False)
         assert ran.returncode != 0, asked
 
 
-def test_gres_counts_what_jobs_have_together_and_tmp_does_not(cluster: Cluster) -> None:
+def test_gres_limits_the_nvme_of_all_jobs_together_but_tmp_does_not(cluster: Cluster) -> None:
     def job(*asked: str) -> str:
         return str(cluster.submit("#!/bin/sh\nsleep 600\n", "--nodelist=n2", *asked))
 

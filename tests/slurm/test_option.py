@@ -94,7 +94,7 @@ def output(site: Site) -> str:
 # Each way to ask
 
 
-def test_srun_makes_a_job_with_all_that_it_names(spank: Site, paths: list[str]) -> None:
+def test_stage_options_of_srun_stage_all_named_images(spank: Site, paths: list[str]) -> None:
     options = [f"--stage={paths[0]}", f"--stage={paths[1]}"]
     ran = spank.srun(None, *HERE.split(), options=options)
     assert local(ran.stdout) == paths[:2], ran
@@ -102,29 +102,31 @@ def test_srun_makes_a_job_with_all_that_it_names(spank: Site, paths: list[str]) 
     assert {one.options for one in prologs(spank, ran.job)} == {("stage",)}
 
 
-def test_sbatch_and_the_lines_of_its_script_add_up(spank: Site, paths: list[str]) -> None:
+def test_stage_options_of_sbatch_and_of_its_script_add_up(spank: Site, paths: list[str]) -> None:
     lines = [f"--stage={paths[0]}", "--stage-wait=5m", f"--stage={paths[1]}"]
     (job,) = batch(spank, f"srun {HERE}", f"--stage={paths[2]}", lines=lines)
     assert asked(spank, job) == [*paths[:2], paths[2]]
     assert local(output(spank)) == paths[:3]
 
 
-def test_salloc_asks_for_all_steps_of_its_job(spank: Site, paths: list[str]) -> None:
+def test_stage_option_of_salloc_applies_to_all_steps_of_its_job(
+    spank: Site, paths: list[str]
+) -> None:
     ran = spank.run(["salloc", f"--stage={paths[0]}", "srun", *HERE.split()])
     assert (local(ran.stdout), asked(spank, ran.job)) == ([paths[0]], [paths[0]]), ran
 
 
-def test_each_task_of_an_array_has_it(spank: Site, paths: list[str]) -> None:
+def test_stage_option_applies_to_each_task_of_an_array(spank: Site, paths: list[str]) -> None:
     jobs = batch(spank, "true", "--array=1-2", "--nodelist=n1", lines=[f"--stage={paths[0]}"])
     assert [asked(spank, job) for job in jobs] == [[paths[0]], [paths[0]]]
 
 
-def test_each_node_of_a_job_has_it(spank: Site, paths: list[str]) -> None:
+def test_stage_option_applies_on_each_node_of_a_job(spank: Site, paths: list[str]) -> None:
     ran = spank.srun(None, "true", options=[f"--stage={paths[0]}"], node=BOTH)
     assert [asked(spank, ran.job, node) for node in ("n1", "n2")] == [[paths[0]]] * 2
 
 
-def test_job_without_its_environment_has_it(spank: Site, paths: list[str]) -> None:
+def test_stage_option_applies_to_a_job_with_export_none(spank: Site, paths: list[str]) -> None:
     """26.05 has such a job wait for its user's login environment, which a small tree lacks."""
     options = ["--export=NONE", "--output=/dev/null", "--nodelist=n1", f"--stage={paths[0]}"]
     job = spank.cluster.submit("#!/bin/sh\ntrue\n", *options)
@@ -140,7 +142,7 @@ def test_job_without_its_environment_has_it(spank: Site, paths: list[str]) -> No
     spank.wait_over(job)
 
 
-def test_requeued_job_has_it_again(spank: Site, paths: list[str]) -> None:
+def test_stage_option_applies_again_to_a_requeued_job(spank: Site, paths: list[str]) -> None:
     """On another node: for two minutes, this slurmd would take it for the one that it has ended."""
     script = f"#!/bin/sh\n#SBATCH --stage={paths[0]}\ntouch on-$SLURM_JOB_NODELIST\nsleep 60\n"
     options = ["--requeue", "--output=/dev/null", "--nodelist=n1"]
@@ -165,14 +167,14 @@ def test_requeued_job_has_it_again(spank: Site, paths: list[str]) -> None:
     spank.wait_over(job)
 
 
-def test_users_read_of_it_in_the_help_of_each_command(spank: Site) -> None:
+def test_stage_options_are_in_the_help_of_srun_sbatch_and_salloc(spank: Site) -> None:
     for command in ("srun", "sbatch", "salloc"):
         said = spank.cluster.run([command, "--help"]).stdout
         for name in ("--stage=PATH", "--stage-wait=TIME", "--stage-dir=", "--stage-tell"):
             assert name in said, command
 
 
-def test_option_counts_before_the_comment_and_explain_says_so(
+def test_stage_option_overrides_the_comment_and_explain_reports_both(
     spank: Site, paths: list[str]
 ) -> None:
     ran = spank.srun(
@@ -186,13 +188,17 @@ def test_option_counts_before_the_comment_and_explain_says_so(
     assert f"{paths[0]} (--stage)" in said
 
 
-def test_option_switches_off_what_the_comment_names(spank: Site, paths: list[str]) -> None:
+def test_stage_no_option_switches_off_the_images_of_the_comment(
+    spank: Site, paths: list[str]
+) -> None:
     options = ["--stage=no"]
     ran = spank.srun(None, "true", comment=f"stage={paths[0]}", options=options)
     assert asked(spank, ran.job) == [""]
 
 
-def test_directory_of_the_jobs_own_and_the_line_for_its_user(spank: Site, paths: list[str]) -> None:
+def test_stage_dir_and_stage_tell_options_give_a_job_directory_and_a_message(
+    spank: Site, paths: list[str]
+) -> None:
     options = ["--stage-dir=16M,ram", "--stage-tell", f"--stage={paths[0]}"]
     ran = spank.srun(None, "sh", "-c", "touch $FORESTAGE_DIR/x && echo made", options=options)
     assert ran.stdout == "made\n", ran
@@ -203,7 +209,7 @@ def test_directory_of_the_jobs_own_and_the_line_for_its_user(spank: Site, paths:
 
 
 @pytest.mark.parametrize("given", [(0, 1), (0, None), (None, 1)])
-def test_parts_of_a_job_have_each_their_own(
+def test_each_part_of_a_het_job_has_its_own_stage_option(
     spank: Site, paths: list[str], given: tuple[int | None, int | None]
 ) -> None:
     options = [[] if one is None else [f"--stage={paths[one]}"] for one in given]
@@ -218,7 +224,9 @@ def test_parts_of_a_job_have_each_their_own(
 
 
 @pytest.mark.parametrize("command", ["srun", "salloc"])
-def test_parts_of_a_job_that_is_not_a_script(spank: Site, paths: list[str], command: str) -> None:
+def test_each_part_of_a_het_job_of_srun_or_salloc_has_its_own_stage_option(
+    spank: Site, paths: list[str], command: str
+) -> None:
     name = f"option{next(_names)}"
     parts = [
         [f"--job-name={name}", "--nodelist=n1", f"--stage={paths[0]}"],
@@ -243,7 +251,7 @@ def test_parts_of_a_job_that_is_not_a_script(spank: Site, paths: list[str], comm
 ALL = ["--stage-dir=16M,ram", "--stage-wait=1m", "--stage-tell"]
 
 
-def test_sbatch_in_a_job_inherits_nothing(spank: Site, paths: list[str]) -> None:
+def test_sbatch_in_a_job_inherits_no_stage_option(spank: Site, paths: list[str]) -> None:
     inner = "sbatch --job-name=heir --nodelist=n1 --output=heir.out --wait --wrap=true"
     (job,) = batch(spank, inner, *ALL, f"--stage={paths[0]}", "--nodelist=n1", also=["heir"])
     assert asked(spank, job) == [paths[0]]
@@ -251,7 +259,9 @@ def test_sbatch_in_a_job_inherits_nothing(spank: Site, paths: list[str]) -> None
     assert prologs(spank, heir) == []
 
 
-def test_script_submitted_in_a_job_goes_by_its_own_lines(spank: Site, paths: list[str]) -> None:
+def test_script_submitted_in_a_job_uses_its_own_stage_options(
+    spank: Site, paths: list[str]
+) -> None:
     script = f"printf '#!/bin/sh\\n#SBATCH --stage={paths[1]}\\ntrue\\n'"
     inner = f"{script} | sbatch --job-name=own --nodelist=n1 --output=own.out --wait"
     (job,) = batch(spank, inner, f"--stage={paths[0]}", "--nodelist=n1", also=["own"])
@@ -262,7 +272,7 @@ def test_script_submitted_in_a_job_goes_by_its_own_lines(spank: Site, paths: lis
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("maker", ["sbatch", "salloc", "srun"])
-def test_srun_in_a_job_that_makes_another_inherits_nothing(
+def test_srun_that_creates_a_job_within_a_job_inherits_no_stage_option(
     spank: Site, paths: list[str], maker: str
 ) -> None:
     inner = "env -u SLURM_JOB_ID -u SLURM_JOBID srun --job-name=third --nodelist=n1 -n1 -N1 true"
@@ -278,9 +288,7 @@ def test_srun_in_a_job_that_makes_another_inherits_nothing(
     assert prologs(spank, third) == []
 
 
-def test_steps_go_by_what_the_prolog_noted_and_not_by_their_own_option(
-    spank: Site, paths: list[str]
-) -> None:
+def test_step_uses_the_jobs_stage_option_and_ignores_its_own(spank: Site, paths: list[str]) -> None:
     step = f"srun --stage={paths[1]} --stage=./wrong {HERE} 2>&1"
     (job,) = batch(spank, step, f"--stage={paths[0]}", "--nodelist=n1")
     assert asked(spank, job) == [paths[0]]
@@ -295,7 +303,9 @@ def test_steps_go_by_what_the_prolog_noted_and_not_by_their_own_option(
 
 @pytest.mark.parametrize("command", ["srun", "sbatch", "salloc"])
 @pytest.mark.parametrize("word", ["--stage=./a.sqsh", "--stage-dir=many", "--stage-wait=soon"])
-def test_job_with_a_wrong_option_is_not_made(spank: Site, command: str, word: str) -> None:
+def test_job_with_an_invalid_stage_option_is_not_submitted(
+    spank: Site, command: str, word: str
+) -> None:
     last = ["--wrap=true"] if command == "sbatch" else ["true"]
     done = spank.cluster.run([command, "--job-name=wrong", word, *last], check=False)
     assert done.returncode != 0
@@ -303,7 +313,9 @@ def test_job_with_a_wrong_option_is_not_made(spank: Site, command: str, word: st
     assert job_named(spank, "wrong") == []
 
 
-def test_line_of_a_script_that_is_wrong_is_refused_with_all_others(spank: Site) -> None:
+def test_script_with_invalid_stage_options_is_refused_and_each_option_is_reported(
+    spank: Site,
+) -> None:
     text = "#!/bin/sh\n#SBATCH --stage=a\n#SBATCH --stage-wait=b\n#SBATCH --stage=/right\n"
     done = spank.cluster.run(["sbatch", "--job-name=wrong"], input=text, check=False)
     assert done.returncode != 0
@@ -322,7 +334,7 @@ def mounted(site: Site, source: str, target: str, node: str | None) -> Iterator[
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/dev/null"])
-def test_job_is_made_where_the_check_does_not_work(
+def test_job_is_submitted_though_the_check_of_its_stage_option_does_not_run(
     spank: Site, paths: list[str], program: str
 ) -> None:
     with mounted(spank, program, CLI, None):
@@ -343,7 +355,7 @@ def plain(site: Site) -> str:
     return "/shared/plain.conf"
 
 
-def test_option_is_refused_by_slurm_where_the_login_node_has_no_companion(
+def test_stage_option_is_refused_by_slurm_on_a_login_node_without_the_companion(
     site: Site, paths: list[str], plain: str
 ) -> None:
     with mounted(site, plain, PLUGSTACK, None):
@@ -357,7 +369,7 @@ def test_option_is_refused_by_slurm_where_the_login_node_has_no_companion(
     assert local(ran.stdout) == [paths[0]]
 
 
-def test_job_runs_as_with_a_comment_where_only_login_nodes_have_the_companion(
+def test_stage_option_applies_though_only_login_nodes_have_the_companion(
     site: Site, paths: list[str], plain: str
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -374,7 +386,7 @@ def test_job_runs_as_with_a_comment_where_only_login_nodes_have_the_companion(
     assert prologs(site, inner) == []
 
 
-def test_job_with_a_comment_runs_where_the_companion_is_nowhere(
+def test_image_in_the_comment_is_staged_on_a_cluster_without_the_companion(
     site: Site, paths: list[str], plain: str
 ) -> None:
     with contextlib.ExitStack() as stack:

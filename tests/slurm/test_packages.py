@@ -94,7 +94,9 @@ def holes(folder: str, packages: Packages) -> str:
     return packages.root("find", folder, "-newer", "/var/tmp/installed", "-print")
 
 
-def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: Packages) -> None:
+def test_installed_package_serves_jobs_only_between_enable_and_disable(
+    site: Site, packages: Packages
+) -> None:
     packages.install()
     site.configure()
     assert site.srun(site.image("quiet")).code == 0
@@ -118,7 +120,9 @@ def test_enabled_it_serves_jobs_and_disabled_it_does_not(site: Site, packages: P
     assert site.cluster.read(CONF) == before
 
 
-def test_upgrade_under_a_running_job_leaves_it_as_it_is(site: Site, packages: Packages) -> None:
+def test_package_upgrade_under_a_running_job_keeps_its_redirect_and_lease(
+    site: Site, packages: Packages
+) -> None:
     packages.install()
     enable(site, packages)
     image = site.image("long")
@@ -133,7 +137,7 @@ def test_upgrade_under_a_running_job_leaves_it_as_it_is(site: Site, packages: Pa
     assert site.leftovers() == []
 
 
-def test_jobs_that_start_while_files_are_replaced_read_the_shared_path(
+def test_jobs_that_start_during_a_package_upgrade_read_the_shared_path(
     site: Site, packages: Packages
 ) -> None:
     """The hook would load modules of both versions; here the upgrade stays in its middle."""
@@ -149,7 +153,9 @@ def test_jobs_that_start_while_files_are_replaced_read_the_shared_path(
     assert site.results(site.srun(image).job) == ["copied"]
 
 
-def test_admins_own_switch_outlives_an_upgrade(site: Site, packages: Packages) -> None:
+def test_staging_switched_off_by_an_admin_stays_off_after_an_upgrade(
+    site: Site, packages: Packages
+) -> None:
     packages.install()
     enable(site, packages)
     packages.root("sh", "-c", "mkdir -p /run/forestage; echo INC-42 >/run/forestage/disabled")
@@ -157,7 +163,7 @@ def test_admins_own_switch_outlives_an_upgrade(site: Site, packages: Packages) -
     assert site.cluster.read("/run/forestage/disabled", NODE) == "INC-42\n"
 
 
-def test_removed_while_enabled_no_job_fails_and_no_node_drains(
+def test_package_removal_while_enabled_fails_no_job_and_drains_no_node(
     site: Site, packages: Packages
 ) -> None:
     packages.install()
@@ -188,7 +194,7 @@ def test_removed_while_enabled_no_job_fails_and_no_node_drains(
     assert sorted(packages.root("ls", HOOKS).split()) == ["epilog", "prolog"]
 
 
-def test_directory_of_prologs_gets_a_link_that_never_dangles(
+def test_link_in_a_prolog_directory_drains_no_node_when_the_package_is_removed(
     site: Site, packages: Packages
 ) -> None:
     for kind in ("prolog", "epilog"):
@@ -211,7 +217,7 @@ def test_directory_of_prologs_gets_a_link_that_never_dangles(
     site.cluster.wait_idle(20)
 
 
-def test_shared_directory_of_scripts_drains_no_node_without_the_package(
+def test_shared_hook_scripts_drain_no_node_before_install_and_after_removal(
     site: Site, packages: Packages
 ) -> None:
     """The site's scripts and ours lie there before the package comes, and after it has gone."""
@@ -245,7 +251,7 @@ def test_shared_directory_of_scripts_drains_no_node_without_the_package(
             packages.root("rm", "-f", f"{folder}/50-all-forestage", f"{folder}/90-site")
 
 
-def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Packages) -> None:
+def test_disable_is_refused_while_a_prolog_of_the_site_runs(site: Site, packages: Packages) -> None:
     """slurmd has listed the directory, and drains the node if the next script is gone."""
     runs, slow = "/var/tmp/prolog-runs", "/etc/slurm/prolog.d/90-slow"
     site.cluster.write("/etc/slurm/prolog.d/20-site", "#!/bin/sh\n", mode=0o755)
@@ -269,7 +275,7 @@ def test_no_link_goes_while_a_prolog_of_the_site_runs(site: Site, packages: Pack
     site.cluster.wait_idle(20)
 
 
-def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
+def test_companion_package_can_be_removed_while_plugstack_conf_includes_the_companion(
     site: Site, packages: Packages
 ) -> None:
     packages.install(RELEASES[0], "forestage", "forestage-spank")
@@ -285,7 +291,7 @@ def test_companion_is_loaded_and_may_be_removed_while_it_is_named(
     assert "ID=spank" in job.stdout, job
 
 
-def test_host_without_the_companion_reads_its_line_without_a_word(
+def test_host_without_the_companion_prints_no_error_for_the_include_line(
     site: Site, packages: Packages
 ) -> None:
     """A submit host without the package, or with that of another Slurm: no user sees an error."""
@@ -322,7 +328,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("packages", "lacks"), [*((one, "") for one in ELS.values()), *LACKING])
-def test_rpm_fits_what_an_el_offers(
+def test_rpm_installs_on_an_el_only_with_its_dependencies(
     built: Path, tmp_path: Path, packages: dict[str, str], lacks: str
 ) -> None:
     """No EL is reached from here: a database that has its packages by name."""
@@ -347,7 +353,7 @@ def _stub(folder: Path, name: str, version: str) -> str:
     return str(target)
 
 
-def test_each_module_is_there_for_each_python_and_needs_no_new_glibc(
+def test_package_has_each_extension_module_for_each_python_and_needs_only_glibc_2_17(
     built: Path, tmp_path: Path
 ) -> None:
     (package,) = built.glob(f"forestage_{RELEASES[0]}-1_*.deb")
@@ -367,7 +373,7 @@ def test_each_module_is_there_for_each_python_and_needs_no_new_glibc(
     assert set(map(frozenset, found.values())) == {frozenset(("310", "311", "312", "313", "314"))}
 
 
-def test_companion_names_slurm_and_distribution_and_refuses_another_slurm(
+def test_companion_package_is_named_by_slurm_and_distribution_and_conflicts_with_other_slurms(
     built: Path, tmp_path: Path
 ) -> None:
     """apt takes it off before it upgrades Slurm past it, and no srun ever meets the two."""
@@ -383,7 +389,9 @@ def test_companion_names_slurm_and_distribution_and_refuses_another_slurm(
     assert "Suggests: forestage\n" in shown
 
 
-def test_two_builds_differ_in_their_version_only(built: Path, tmp_path: Path) -> None:
+def test_packages_of_two_releases_from_one_source_have_equal_files(
+    built: Path, tmp_path: Path
+) -> None:
     sums = []
     for release in RELEASES:
         (package,) = built.glob(f"forestage_{release}*.deb")

@@ -66,7 +66,7 @@ def step(site: Site, image: str) -> list[str]:
     return [line.split()[0] for line in ran.stdout.splitlines()]
 
 
-def test_image_that_is_held_again_and_again_is_right_in_other_users_steps(
+def test_image_repeatedly_held_by_its_owner_is_read_correctly_by_other_users_steps(
     spank: Site, holding: Holding
 ) -> None:
     image = spank.image("loop", mib=2)
@@ -77,7 +77,7 @@ def test_image_that_is_held_again_and_again_is_right_in_other_users_steps(
             assert "slurmstepd" not in stuck(spank)
 
 
-def test_image_that_stays_held_is_read_from_the_source_and_the_node_is_not_drained(
+def test_image_held_by_its_owner_is_read_from_the_source_and_the_node_is_not_drained(
     spank: Site, holding: Holding
 ) -> None:
     image = spank.image("held", mib=2)
@@ -92,7 +92,7 @@ def test_image_that_stays_held_is_read_from_the_source_and_the_node_is_not_drain
         spank.cluster.wait_idle()  # a drained node is not idle
 
 
-def test_image_that_is_being_written_holds_up_no_other_users_step(
+def test_image_being_written_by_its_owner_does_not_block_other_users_steps(
     spank: Site, holding: Holding
 ) -> None:
     """It is another image by its times, so that the copy is not used, or is made anew."""

@@ -75,7 +75,7 @@ def at_rest(fleet: Fleet) -> None:
 
 
 @pytest.mark.always
-def test_nodes_with_peers_read_the_source_once_and_the_job_none_of_it(fleet: Fleet) -> None:
+def test_nodes_with_peers_together_read_the_source_once(fleet: Fleet) -> None:
     nodes, size = fleet.cluster.nodes, MIB << 20
     for number in range(ATTEMPTS):
         path = fleet.data(f"once-{number}", MIB)
@@ -99,7 +99,7 @@ def test_nodes_with_peers_read_the_source_once_and_the_job_none_of_it(fleet: Fle
     assert "MiB from the file server" in fleet.command("explain", str(job))
 
 
-def test_nodes_without_peers_read_all_of_it_each(fleet: Fleet) -> None:
+def test_nodes_without_peers_each_read_the_whole_source(fleet: Fleet) -> None:
     """Else the other tests would prove nothing."""
     fleet.configure(peers={"enabled": False})
     nodes = fleet.cluster.nodes[:2]
@@ -114,7 +114,9 @@ def test_nodes_without_peers_read_all_of_it_each(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     "name", [*FIRST, *(pytest.param(name, marks=pytest.mark.ci) for name in THEN)]
 )
-def test_mishap_leaves_every_healthy_node_with_right_bytes(fleet: Fleet, name: str) -> None:
+def test_mishap_of_a_peer_during_a_copy_leaves_healthy_nodes_with_right_bytes(
+    fleet: Fleet, name: str
+) -> None:
     for number in range(ATTEMPTS):
         told = meet(fleet, name, fleet.cluster.nodes, MIB, number)
         assert told.wrong == []
@@ -127,11 +129,13 @@ def test_mishap_leaves_every_healthy_node_with_right_bytes(fleet: Fleet, name: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in MISHAPS if name not in (*FIRST, *THEN, "none")])
-def test_mishap_earlier_or_later_leaves_right_bytes(fleet: Fleet, name: str) -> None:
-    test_mishap_leaves_every_healthy_node_with_right_bytes(fleet, name)
+def test_mishap_of_a_peer_at_other_moments_leaves_healthy_nodes_with_right_bytes(
+    fleet: Fleet, name: str
+) -> None:
+    test_mishap_of_a_peer_during_a_copy_leaves_healthy_nodes_with_right_bytes(fleet, name)
 
 
-def test_taken_port_is_explained(fleet: Fleet) -> None:
+def test_peer_service_exits_and_names_its_port_if_the_port_is_taken(fleet: Fleet) -> None:
     done = fleet.cluster.run(
         ["/usr/lib/forestage/bin/forestage", "peer"], user="root", node="n1", check=False
     )
@@ -139,7 +143,7 @@ def test_taken_port_is_explained(fleet: Fleet) -> None:
     assert "port 7717 of n1 is taken by another program" in done.stderr
 
 
-def test_stranger_gets_nothing_over_the_network(fleet: Fleet) -> None:
+def test_peer_service_refuses_requests_without_valid_root_credentials(fleet: Fleet) -> None:
     path = fleet.data("private", 1)
     job = fleet.start(path, ["n1"])
     fleet.await_copies(path, ["n1"])
@@ -188,7 +192,7 @@ def of_cluster(fleet: Fleet) -> Iterator[Fleet]:
 
 
 @pytest.mark.ci  # with agents and no Slurm: features/peers/hooks/test_peer_cluster.py
-def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None:
+def test_jobs_on_different_nodes_with_cluster_peers_read_the_source_once(of_cluster: Fleet) -> None:
     fleet, size = of_cluster, 4 * MIB << 20
     for number in range(ATTEMPTS):
         path = fleet.data(f"of-all-{number}", 4 * MIB)
@@ -212,7 +216,9 @@ def test_jobs_on_different_nodes_read_the_source_once(of_cluster: Fleet) -> None
 
 
 @pytest.mark.ci  # pure: features/peers/unit/test_schedule.py
-def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster: Fleet) -> None:
+def test_nodes_that_prefetch_an_image_at_once_together_read_the_source_about_twice(
+    of_cluster: Fleet,
+) -> None:
     """n1 has the list of what jobs wait for; all others pass at the same time.
 
     The first reads all of it, the second a half, then a third, and a quarter.
@@ -250,7 +256,7 @@ def test_nodes_that_copy_ahead_at_once_read_the_source_twice_at_most(of_cluster:
     assert read < 2.7 * size, "GlusterFS reads some MiB more"
 
 
-def test_job_whose_givers_are_dead_reads_the_source(of_cluster: Fleet) -> None:
+def test_job_reads_the_source_if_the_nodes_with_the_entry_are_dead(of_cluster: Fleet) -> None:
     fleet, (first, second, *_) = of_cluster, of_cluster.cluster.nodes
     path = fleet.data("of-the-dead", MIB)
     fleet.wait_over(fleet.start(path, [first]))

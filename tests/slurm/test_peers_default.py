@@ -189,7 +189,9 @@ def test_nodes_with_only_sources_set_read_the_source_once(fleet: Installed) -> N
     assert fleet.run_until("once", ONCE).source <= ONCE
 
 
-def test_half_equipped_cluster_has_right_bytes_and_no_finding_that_fails(fleet: Installed) -> None:
+def test_peer_service_on_half_of_the_nodes_gives_right_bytes_and_no_failing_finding(
+    fleet: Installed,
+) -> None:
     """Half of the nodes have no service, one of them no forestage at all.
 
     What those read is theirs alone; the other nodes may each read the shares that the half without
@@ -217,7 +219,7 @@ def stop(fleet: Installed, node: str) -> None:
 
 
 @pytest.mark.parametrize("act", [Installed.start_again, kill, stop, Installed.start_other_build])
-def test_service_in_the_middle_of_a_copy_job_goes_on_with_right_bytes(
+def test_peer_service_killed_stopped_or_restarted_during_a_copy_leaves_right_bytes(
     fleet: Installed, act: Callable[[Installed, str], None]
 ) -> None:
     """The others read at most what they had left to that node; it gets its own as before."""
@@ -231,13 +233,13 @@ def test_service_in_the_middle_of_a_copy_job_goes_on_with_right_bytes(
     assert fleet.run_until(act.__name__, most, during=interrupt).source <= most
 
 
-def test_service_that_hangs_before_a_job_costs_no_more_than_its_share(fleet: Installed) -> None:
+def test_hanging_peer_service_costs_at_most_its_share_of_source_reads(fleet: Installed) -> None:
     node, most = fleet.cluster.nodes[1], NODES / 2
     assert fleet.run_until("hangs", most, first=lambda: stop(fleet, node)).source <= most
 
 
 @pytest.mark.parametrize("become", [Installed.change_munge_key, Installed.start_other_build])
-def test_node_that_others_do_not_know_copies_alone_and_they_without_it(
+def test_node_with_another_munge_key_or_build_copies_alone_and_other_nodes_without_that_node(
     fleet: Installed, become: Callable[[Installed, str], None]
 ) -> None:
     """Its munge has another key, or its package is another build than theirs."""

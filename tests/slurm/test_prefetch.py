@@ -110,7 +110,7 @@ def waiting(site: Site, service: None) -> Iterator[Queue]:
         site.await_stagers()
 
 
-def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, service: None) -> None:
+def test_image_of_a_pending_job_is_copied_before_the_job_starts(site: Site, service: None) -> None:
     site.configure(**keys())
     queue = Queue(site)
     path = queue.old("ahead", mib=4)
@@ -128,7 +128,7 @@ def test_image_of_a_pending_job_is_here_before_the_job_starts(site: Site, servic
     assert "copied before the job began" in " ".join(said.split())
 
 
-def test_forged_line_of_a_comment_a_name_or_an_admin_comment_names_nothing(waiting: Queue) -> None:
+def test_forged_line_in_comment_name_or_admin_comment_prefetches_no_image(waiting: Queue) -> None:
     path = waiting.old("real")
     forged = f"x\n77777|{'0' * 32}<0|1|all|None|0|(null)|{'0' * 32}>stage=/shared/bob/f.sqsh\n"
     forged += "77777|n1|stage=/etc/shadow"
@@ -139,7 +139,9 @@ def test_forged_line_of_a_comment_a_name_or_an_admin_comment_names_nothing(waiti
     assert waiting.listed(HOST) == [path]
 
 
-def test_user_without_access_gets_nothing_staged_and_nobody_is_told(waiting: Queue) -> None:
+def test_private_image_of_another_user_is_not_prefetched_and_writes_no_event(
+    waiting: Queue,
+) -> None:
     path = waiting.old("private", owner=BOB, mode=0o600)
     waiting.submit(f"stage={path}")
     waiting.tell()
@@ -150,7 +152,7 @@ def test_user_without_access_gets_nothing_staged_and_nobody_is_told(waiting: Que
     assert waiting.site.cluster.read("/var/log/forestage/events.jsonl", NODE) == before
 
 
-def test_busy_node_copies_nothing_without_a_bandwidth(waiting: Queue) -> None:
+def test_busy_node_prefetches_nothing_without_a_bandwidth_limit(waiting: Queue) -> None:
     path = waiting.old("busy")
     waiting.submit(f"stage={path}")
     waiting.site.configure(**keys(rate=None))
@@ -159,7 +161,7 @@ def test_busy_node_copies_nothing_without_a_bandwidth(waiting: Queue) -> None:
     assert waiting.site.cached_paths(NODE) == []
 
 
-def test_held_and_dependent_jobs_are_not_expected(waiting: Queue) -> None:
+def test_held_dependent_and_later_jobs_are_not_in_the_prefetch_list(waiting: Queue) -> None:
     first = waiting.old("first")
     job = waiting.submit(f"stage={first}")
     waiting.submit(f"stage={waiting.old('held')}", "--hold")
@@ -170,7 +172,7 @@ def test_held_and_dependent_jobs_are_not_expected(waiting: Queue) -> None:
     assert "1 JobHeldUser" in said
 
 
-def test_list_that_is_dead_or_of_a_dead_host_is_used_until_it_expires(waiting: Queue) -> None:
+def test_prefetch_list_of_a_dead_host_is_used_until_it_expires(waiting: Queue) -> None:
     path = waiting.old("dead")
     waiting.submit(f"stage={path}")
     waiting.tell()
@@ -187,7 +189,7 @@ def test_list_that_is_dead_or_of_a_dead_host_is_used_until_it_expires(waiting: Q
     assert waiting.site.cached_paths(NODE) == [path]
 
 
-def test_older_list_than_the_one_here_is_refused(waiting: Queue) -> None:
+def test_prefetch_list_older_than_the_nodes_own_list_is_refused(waiting: Queue) -> None:
     waiting.submit(f"stage={waiting.old('replayed')}")
     waiting.tell()
     old = waiting.site.cluster.read("/run/forestage/expected.json", HOST)
@@ -199,7 +201,7 @@ def test_older_list_than_the_one_here_is_refused(waiting: Queue) -> None:
     assert waiting.listed() == []
 
 
-def test_squeue_that_hangs_is_killed_and_the_list_stays(waiting: Queue) -> None:
+def test_hanging_squeue_is_given_up_and_the_prefetch_list_stays(waiting: Queue) -> None:
     path = waiting.old("hangs")
     waiting.submit(f"stage={path}")
     waiting.tell()
@@ -215,7 +217,7 @@ def test_squeue_that_hangs_is_killed_and_the_list_stays(waiting: Queue) -> None:
     waiting.site.await_stagers()
 
 
-def test_full_disk_evicts_nothing_that_was_used_lately(waiting: Queue) -> None:
+def test_prefetch_on_a_full_disk_evicts_no_recently_used_entry(waiting: Queue) -> None:
     site = waiting.site
     used, path = site.image("used", mib=8), waiting.old("big", mib=8)
     site.configure(**keys(), max_size="12M", min_free="1%")
@@ -226,7 +228,7 @@ def test_full_disk_evicts_nothing_that_was_used_lately(waiting: Queue) -> None:
     assert site.cached_paths(NODE) == [used]
 
 
-def test_copy_that_nobody_expects_any_more_is_the_first_to_go(waiting: Queue) -> None:
+def test_prefetched_copy_of_a_cancelled_job_becomes_the_first_to_be_evicted(waiting: Queue) -> None:
     path = waiting.old("vanished")
     job = waiting.submit(f"stage={path}")
     waiting.tell()
@@ -240,7 +242,7 @@ def test_copy_that_nobody_expects_any_more_is_the_first_to_go(waiting: Queue) ->
     assert entry.used == 0
 
 
-def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None:
+def test_job_resumes_the_prefetch_copy_of_its_image(site: Site, service: None) -> None:
     site.configure(**keys("256K"), chunk_size=MIB)  # that copy alone would take two minutes
     queue = Queue(site)
     path = queue.old("taken", mib=32)
@@ -267,7 +269,7 @@ def test_job_takes_over_the_copy_of_its_image(site: Site, service: None) -> None
     assert own.resumed >= before  # which it has not read again
 
 
-def test_job_that_begins_ends_the_copy_where_there_is_no_bandwidth(
+def test_starting_job_ends_a_prefetch_copy_without_a_bandwidth_limit(
     site: Site, service: None
 ) -> None:
     site.configure(**keys(None), bandwidth="256K")
@@ -288,7 +290,7 @@ def test_job_that_begins_ends_the_copy_where_there_is_no_bandwidth(
     site.cluster.run(["rm", "-rf", f"{CACHE}/parts"], user="root", node=NODE)
 
 
-def test_switched_off_it_leaves_nothing_and_asks_nobody(site: Site) -> None:
+def test_prefetch_without_a_host_exits_3_and_writes_no_list(site: Site) -> None:
     known = site.cluster.host_path("/run/forestage/expected.json", NODE)
     known.unlink(missing_ok=True)
     ran = site.cluster.run([CLI, "prefetch"], user="root", node=NODE, check=False)

@@ -112,7 +112,7 @@ def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
 
 
 @pytest.mark.ci
-def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
+def test_tag_moved_during_a_batch_job_keeps_its_digest_for_that_job(
     site: Site, registry: Registry
 ) -> None:
     first = registry.push("team/tool:1", "first")
@@ -141,7 +141,7 @@ def test_tag_that_is_moved_during_a_batch_job_stays_what_it_was(
     assert {one.digest for one in handled(site, later.job)} == {second}
 
 
-def test_push_is_seen_by_the_next_step_of_an_allocation(site: Site, registry: Registry) -> None:
+def test_image_pushed_to_a_tag_is_used_by_the_next_srun(site: Site, registry: Registry) -> None:
     registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     first = site.srun(image)
@@ -151,7 +151,9 @@ def test_push_is_seen_by_the_next_step_of_an_allocation(site: Site, registry: Re
 
 
 @pytest.mark.ci
-def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Registry) -> None:
+def test_user_without_registry_credentials_gets_the_registrys_refusal(
+    site: Site, registry: Registry
+) -> None:
     registry.push("team/tool:1", "secret")
     registry.wants(alice="word")
     image = f"{registry.host}#team/tool:1"
@@ -173,7 +175,7 @@ def test_user_without_rights_gets_the_registrys_refusal(site: Site, registry: Re
     assert look.returncode != 0
 
 
-def test_image_that_the_registry_does_not_have_costs_one_question_besides_enroots(
+def test_image_missing_in_the_registry_is_queried_once_besides_enroots_own_requests(
     site: Site, registry: Registry
 ) -> None:
     """A HEAD, and a GET, as registries that know no HEAD say 404 as well."""
@@ -197,7 +199,7 @@ def login(site: Site, user: str, text: str) -> None:
     site.cluster.run(["sh", "-c", f"umask 077; cat >{folder}/.credentials"], user=user, input=text)
 
 
-def test_importer_that_is_killed_is_followed_by_another_node(
+def test_import_of_a_killed_worker_is_done_again_by_another_node(
     site: Site, registry: Registry
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -236,7 +238,7 @@ def kill_import(site: Site) -> list[str]:
 
 
 @pytest.mark.ci
-def test_slurmd_that_is_restarted_during_an_import_changes_nothing(
+def test_slurmd_restarted_during_an_import_does_not_interrupt_the_import(
     site: Site, registry: Registry
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -263,7 +265,7 @@ def names_in(site: Site, job: int) -> list[str]:
 
 
 @pytest.mark.long  # nobody can tell a node that died from one that is slow, but by a minute
-def test_node_that_dies_while_it_imports_is_followed_by_another(
+def test_import_of_a_dead_node_is_done_again_by_another_node(
     site: Site, registry: Registry
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -293,7 +295,9 @@ def west(registry: Registry) -> Iterator[Site]:
 
 
 @pytest.mark.ci
-def test_two_clusters_on_one_store_import_once(site: Site, west: Site, registry: Registry) -> None:
+def test_two_clusters_with_one_store_import_an_image_once(
+    site: Site, west: Site, registry: Registry
+) -> None:
     # The checkout is what both see at one path.
     with tempfile.TemporaryDirectory(dir=REPO / ".venv") as folder:
         shared = Path(folder)
@@ -333,7 +337,9 @@ def parts(site: Site) -> list[Path]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("why", ["gone", "read-only"])
-def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, why: str) -> None:
+def test_job_runs_though_the_image_store_is_missing_or_read_only(
+    site: Site, registry: Registry, why: str
+) -> None:
     registry.push("team/tool:1", "first")
     if why == "gone":
         site.cluster.run(["rmdir", STORE], user="root")
@@ -345,7 +351,7 @@ def test_store_that_cannot_be_used_costs_no_job(site: Site, registry: Registry, 
 
 
 @pytest.mark.ci
-def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
+def test_unavailable_registry_with_use_last_resolves_a_tag_to_its_last_digest(
     site: Site, registry: Registry
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -363,7 +369,7 @@ def test_registry_that_is_silent_has_the_tag_mean_what_it_meant_last(
 
 
 @pytest.mark.parametrize("store", ["none", "on the cache's disk"])
-def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
+def test_without_a_shared_store_enroot_imports_and_leaves_no_lease_or_entry(
     site: Site, registry: Registry, store: str
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -383,7 +389,7 @@ def test_without_a_store_that_is_shared_enroot_imports_and_nothing_is_left(
     assert list(nvme.glob("store/*")) == []
 
 
-def test_step_without_the_jobs_first_node_resolves_for_itself(
+def test_step_without_the_jobs_first_node_resolves_its_tag_itself(
     site: Site, registry: Registry
 ) -> None:
     digest = registry.push("team/tool:1", "first")
@@ -393,7 +399,9 @@ def test_step_without_the_jobs_first_node_resolves_for_itself(
     assert [one.digest for one in handled(site, ran.job, "n2")] == [digest]
 
 
-def test_batch_script_has_the_nodes_copy(site: Site, registry: Registry) -> None:
+def test_batch_script_with_a_registry_image_sees_the_nodes_copy(
+    site: Site, registry: Registry
+) -> None:
     """Its environment has no number of a step."""
     registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
@@ -406,9 +414,7 @@ def test_batch_script_has_the_nodes_copy(site: Site, registry: Registry) -> None
     assert seen.file == site.copy(key)
 
 
-def test_what_the_users_environment_leaves_behind_ends_with_the_import(
-    site: Site, registry: Registry
-) -> None:
+def test_processes_started_by_bash_env_end_with_the_import(site: Site, registry: Registry) -> None:
     """bash sources BASH_ENV: what it starts in a session of its own is no process of Slurm's."""
     registry.push("team/tool:1", "first")
     left = "/shared/alice/left.sh"
@@ -421,7 +427,7 @@ def test_what_the_users_environment_leaves_behind_ends_with_the_import(
 
 
 @pytest.mark.parametrize("why", ["disabled", "damaged"])
-def test_configuration_that_is_no_help_leaves_the_image_to_enroot(
+def test_disabled_or_damaged_configuration_leaves_the_image_to_enroot(
     site: Site, registry: Registry, why: str
 ) -> None:
     registry.push("team/tool:1", "first")
@@ -435,7 +441,9 @@ def test_configuration_that_is_no_help_leaves_the_image_to_enroot(
     configure(site)
 
 
-def test_cancelled_step_ends_at_once_and_its_import_with_it(site: Site, registry: Registry) -> None:
+def test_cancelling_a_step_ends_its_import_and_leaves_no_part(
+    site: Site, registry: Registry
+) -> None:
     registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     job = site.cluster.submit(
@@ -470,7 +478,9 @@ def test_import_that_ends_after_its_step_was_cancelled_leaves_no_lease(
     assert site.entries("n1") == {}
 
 
-def test_explain_tells_the_whole_way(site: Site, registry: Registry) -> None:
+def test_explain_names_reference_digest_store_and_entry_of_a_registry_image(
+    site: Site, registry: Registry
+) -> None:
     digest = registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     ran = batch(site, step(image), nodes="n1")
@@ -480,7 +490,9 @@ def test_explain_tells_the_whole_way(site: Site, registry: Registry) -> None:
 
 
 @pytest.mark.ci
-def test_warm_imports_and_has_the_nodes_copy(site: Site, registry: Registry) -> None:
+def test_warm_of_a_registry_image_imports_once_and_the_next_job_is_a_hit(
+    site: Site, registry: Registry
+) -> None:
     registry.push("team/tool:1", "first")
     image = f"{registry.host}#team/tool:1"
     command = f"{CLI} warm -w n2 docker://{image}"

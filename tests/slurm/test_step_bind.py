@@ -25,7 +25,7 @@ def test_inner_step_is_staged_and_redirected_on_the_node(site: Site) -> None:
     assert wrong(site, image, site.seen(job.job)) == []
 
 
-def test_step_whose_image_no_prolog_saw_sees_the_change(site: Site) -> None:
+def test_inner_step_sees_a_changed_image_beneath_another_jobs_redirect(site: Site) -> None:
     """Another job's redirect lies on the path; without the companion, this step would get it."""
     image = site.image("changing", mib=2)
     with site.holding(image) as old:

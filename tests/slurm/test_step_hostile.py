@@ -79,7 +79,7 @@ def swapping(site: Site, path: str, targets: list[str]) -> Iterator[None]:
             site.source(left).unlink(missing_ok=True)
 
 
-def test_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> None:
+def test_repeatedly_swapped_symlink_makes_no_step_read_another_image(spank: Site) -> None:
     own, other = spank.image("own"), spank.image("other", seed=1)
     secret = spank.image("secret", seed=2, owner=BOB, mode=0o600)
     for image, user in ((own, "alice"), (other, "alice"), (secret, "bob")):
@@ -107,7 +107,7 @@ def test_link_that_is_swapped_all_the_time_covers_nothing_else(spank: Site) -> N
     assert spank.cached_paths() == sorted([own, other, secret])
 
 
-def test_root_runs_nothing_of_the_users_environment(spank: Site) -> None:
+def test_helper_run_as_root_executes_nothing_from_the_users_environment(spank: Site) -> None:
     image = spank.image("environment")
     place = Path("/shared/alice/evil")
     spank.source(str(place)).mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ def test_steps_with_closed_descriptors_are_served(spank: Site) -> None:
     assert wrong(spank, image, spank.seen(job.job)) == []
 
 
-def test_step_in_a_directory_that_is_gone_is_served_by_an_absolute_path_only(spank: Site) -> None:
+def test_step_in_a_deleted_directory_is_served_only_by_an_absolute_path(spank: Site) -> None:
     """Slurm goes to /tmp then, and so does pyxis."""
     image = spank.image("gone")
     steps = [
@@ -151,7 +151,7 @@ def test_step_in_a_directory_that_is_gone_is_served_by_an_absolute_path_only(spa
     assert relative.error == "No such file or directory"
 
 
-def test_task_may_not_make_the_copy_its_own(spank: Site) -> None:
+def test_task_cannot_write_chmod_unmount_or_replace_the_copy(spank: Site) -> None:
     image = spank.image("mine")
     before = spank.sha256(image)
     tricks = [f"echo x >>{image}", f"chmod 777 {image}", f"umount {image}", f"mv {image} {image}.x"]
@@ -191,7 +191,7 @@ def listing(site: Site, folder: str) -> Iterator[None]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("folder", ["/run", "/var/log"])
-def test_user_who_lists_run_holds_up_no_job(site: Site, folder: str) -> None:
+def test_lock_of_a_user_on_run_or_var_log_delays_no_job(site: Site, folder: str) -> None:
     """The list holds the directory's lock; mkdir(2) waits for it, whatever is there."""
     site.configure(redirect="spank")
     image = site.image("image", owner=BOB)
@@ -210,7 +210,7 @@ exec sleep 4252
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="inject.c is for x86_64")
-def test_what_a_user_makes_of_the_program_ends_with_the_step(spank: Site) -> None:
+def test_mounted_file_server_injected_with_user_code_ends_with_the_step(spank: Site) -> None:
     """They may trace it, have it be anything, and leave its session. Slurm's linuxproc finds none
     of that; its cgroups would end it, too."""
     image = spank.image("mounted")

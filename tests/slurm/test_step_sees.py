@@ -89,7 +89,7 @@ def ways(site_cluster: Cluster) -> Ways:
 
 @pytest.mark.always
 @pytest.mark.parametrize("way", WAYS)
-def test_step_sees_its_nodes_copy_however_it_asks(ways: Ways, way: str) -> None:
+def test_step_sees_its_nodes_copy_however_the_image_is_requested(ways: Ways, way: str) -> None:
     asked = ways.asked[way]
     lines = asked.ran.stdout.splitlines()
     assert lines == [f'NAME="{way}"', f"ID={way}"] * (len(lines) // 2) != [], asked.ran
@@ -98,7 +98,7 @@ def test_step_sees_its_nodes_copy_however_it_asks(ways: Ways, way: str) -> None:
     assert way != "many-tasks" or len(asked.seen) == TASKS
 
 
-def test_prolog_of_a_job_whose_option_it_sees_has_begun_the_copy(ways: Ways) -> None:
+def test_prolog_that_sees_the_image_option_starts_the_copy_and_the_step_joins(ways: Ways) -> None:
     asked = ways.asked["srun"]
     prolog = ways.site.outcome(asked.ran.job, asked.node)
     assert (prolog.result, prolog.redirect) == ("started", "spank")
@@ -107,13 +107,15 @@ def test_prolog_of_a_job_whose_option_it_sees_has_begun_the_copy(ways: Ways) -> 
     assert {one.result for one in steps} <= {"joined", "hit"}
 
 
-def test_no_node_has_mounted_anything(ways: Ways, cluster_spec: ClusterSpec) -> None:
+def test_steps_leave_no_mounts_and_no_leftovers_on_the_nodes(
+    ways: Ways, cluster_spec: ClusterSpec
+) -> None:
     if "JobContainerType" not in cluster_spec.slurm_conf:  # it mounts for itself
         assert ways.changed == []
     assert ways.site.leftovers() == []
 
 
-def test_node_sees_nothing_of_a_step_that_runs(spank: Site) -> None:
+def test_redirect_of_a_running_step_is_not_mounted_on_the_node(spank: Site) -> None:
     image = spank.image("held")
     with spank.holding(image) as held:
         assert wrong(spank, image, spank.seen(held.job)) == []
@@ -123,7 +125,7 @@ def test_node_sees_nothing_of_a_step_that_runs(spank: Site) -> None:
     assert spank.leases() == []
 
 
-def test_batch_script_and_its_steps_show_what_the_comment_names(spank: Site) -> None:
+def test_image_in_the_comment_is_redirected_in_the_batch_script_and_its_steps(spank: Site) -> None:
     """As a user needs it who runs enroot by hand, with `redirect:` as it is by default."""
     spank.configure(redirect="auto")
     image = spank.image("hinted")
@@ -139,7 +141,7 @@ def test_batch_script_and_its_steps_show_what_the_comment_names(spank: Site) -> 
     assert [one.result for one in served(spank, job.job, "n1")] == ["hit", "hit"]
 
 
-def test_user_reads_once_what_became_of_hints_and_image_and_finds_it_in_the_environment(
+def test_outcome_of_hints_and_image_is_printed_once_and_in_the_tasks_environment(
     spank: Site,
 ) -> None:
     image = spank.image("told", mib=2)
@@ -161,7 +163,7 @@ def test_user_reads_once_what_became_of_hints_and_image_and_finds_it_in_the_envi
     assert found == sorted([*shown, "n1 .", "n1 .", "n2 ."]), "nothing where no image is"
 
 
-def test_user_sees_their_own_job_without_root_and_nobody_elses(spank: Site) -> None:
+def test_explain_without_root_shows_only_the_users_own_jobs(spank: Site) -> None:
     image = spank.image("mine")
     job = spank.srun(image)
 
@@ -176,7 +178,7 @@ def test_user_sees_their_own_job_without_root_and_nobody_elses(spank: Site) -> N
     assert f"nothing is recorded about your job {job.job}" in bob[2]
 
 
-def test_user_sees_their_running_job_from_the_login_node(spank: Site) -> None:
+def test_explain_by_srun_overlap_shows_the_users_running_job(spank: Site) -> None:
     """As docs/users.md writes it: a step of the job, which takes no place of its own."""
     image = spank.image("running")
     ask = "srun --jobid=$SLURM_JOB_ID --overlap -w n1 --quiet"
@@ -199,7 +201,7 @@ def test_two_steps_on_all_nodes_make_one_copy_on_each(spank: Site) -> None:
         assert [one.result for one in served(spank, job.job, node)] == ["copied", "hit"]
 
 
-def test_two_steps_at_once_have_an_image_each(spank: Site) -> None:
+def test_two_concurrent_steps_each_see_their_own_image(spank: Site) -> None:
     one, two = spank.image("one"), spank.image("two", seed=2)
     wait = "touch $0; until test -e $1; do sleep 0.05; done; cat /etc/os-release"
     step = "srun --overlap -n1 --container-image={} sh -c '{}' /shared/alice/{} /shared/alice/{} &"
@@ -228,7 +230,7 @@ def test_each_part_of_a_heterogeneous_job_has_its_image(spank: Site) -> None:
         assert wrong(spank, image, [seen]) == []
 
 
-def test_further_step_asks_no_helper_until_the_image_changes(spank: Site) -> None:
+def test_later_step_runs_no_helper_until_the_image_changes(spank: Site) -> None:
     image = spank.image("further", mib=2)
     step = f"srun --container-image={image} {SHOW}"
     replace = f"cp {image} {image}.new; mv {image}.new {image}"
@@ -242,7 +244,9 @@ def test_further_step_asks_no_helper_until_the_image_changes(spank: Site) -> Non
     assert "Step 1" in spank.command("explain", str(job.job))
 
 
-def test_further_step_asks_the_file_server_what_the_image_is_now(site: Site) -> None:
+def test_later_step_without_a_helper_detects_an_image_changed_on_the_file_server(
+    site: Site,
+) -> None:
     """Where it has promised this node to tell of changes, no open asks (tests/faults/nfslike.c)."""
     site.configure(redirect="spank")
     cluster, folder, point = site.cluster, "/shared/.promised", "/shared/alice/promised"

@@ -49,7 +49,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("way", [*BROKEN, "missing"])
-def test_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way: str) -> None:
+def test_broken_or_missing_helper_leaves_the_step_with_the_source(spank: Site, way: str) -> None:
     image = spank.image("trouble")
     work = f"image=$SPANK__SLURM_SPANK_OPTION_pyxis_container_image\n{BROKEN.get(way, '')}"
     put(spank, f"#!/bin/sh\n{work}\n")
@@ -64,13 +64,13 @@ def test_helper_that_does_not_serve_leaves_the_path_as_it_is(spank: Site, way: s
     wait_until(lambda: "sleep" not in spank.root(ps, "n1"), 60, lambda: "the helper lives on")
 
 
-def test_real_helper_behind_the_same_name_serves(spank: Site) -> None:
+def test_working_helper_at_the_same_path_redirects_the_step(spank: Site) -> None:
     """Else the tests above would pass with a companion that does nothing."""
     job = spank.srun(spank.image("trouble"))
     assert not spank.shows_source(spank.saw(job.job))
 
 
-def test_user_reads_on_stderr_what_costs_them_the_copy(spank: Site) -> None:
+def test_step_prints_on_stderr_why_its_image_was_not_copied(spank: Site) -> None:
     served_well = spank.srun(spank.image("good"))
     spank.configure(redirect="spank", max_size="1KiB")
     too_large = spank.srun(spank.image("large", mib=2))

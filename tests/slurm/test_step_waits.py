@@ -45,7 +45,7 @@ def cancel_while_it_waits(site: Site, node: str) -> None:
     site.cluster.run(["scancel", f"--nodelist={node}"], user="root")
 
 
-def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_ends(
+def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_step_ends(
     site: Site,
 ) -> None:
     at_job_level, inner, first, second = slow(site)
@@ -88,7 +88,9 @@ def test_step_waiting_longer_than_slurms_timeouts_starts_and_a_cancelled_one_end
 
 @pytest.mark.long
 @pytest.mark.parametrize("signal", ["scancel", "interrupt"])
-def test_step_alone_is_cancelled_and_the_next_one_starts(site: Site, signal: str) -> None:
+def test_cancelled_waiting_step_ends_and_the_next_step_of_the_job_starts(
+    site: Site, signal: str
+) -> None:
     image = slow(site)[0]
     site.source("/shared/alice/helped").unlink(missing_ok=True)
     first = f"srun --container-image={image} true & until test -e helped; do sleep 0.1; done; "

@@ -17,7 +17,7 @@ def cluster_spec(request: pytest.FixtureRequest, machine: None) -> ClusterSpec:
     return on_suite(accompanied(2), request.param)
 
 
-def test_step_at_job_level(spank: Site) -> None:
+def test_image_option_of_the_job_is_redirected_in_its_step(spank: Site) -> None:
     image = spank.image("job", mib=2)
     job = spank.srun(image)
     assert job.stdout == 'NAME="job"\nID=job\n', job
@@ -25,7 +25,7 @@ def test_step_at_job_level(spank: Site) -> None:
     assert wrong(spank, image, spank.seen(job.job)) == []
 
 
-def test_inner_step_on_two_nodes(spank: Site) -> None:
+def test_inner_steps_on_two_nodes_copy_first_and_then_hit_without_a_helper(spank: Site) -> None:
     image = spank.image("inner", mib=2)
     step = f"srun --container-image={image} {SHOW}"
     job = spank.sbatch(f"{step}\n{step}", node="n1,n2")
@@ -37,7 +37,7 @@ def test_inner_step_on_two_nodes(spank: Site) -> None:
     assert wrong(spank, image, spank.seen(job.job)) == []
 
 
-def test_cold_step_reads_through(spank: Site) -> None:
+def test_two_cold_steps_of_a_job_read_through_the_copy(spank: Site) -> None:
     image = spank.image("cold", mib=8)
     spank.configure(redirect="spank", cold="through", bandwidth="64KiB", chunk_size="1MiB")
     step = f"srun --container-image={image} {SHOW}"
@@ -54,7 +54,7 @@ def test_cold_step_reads_through(spank: Site) -> None:
     spank.reset()  # parts stay, for a resumed copy
 
 
-def test_redirect_of_the_whole_node(site: Site) -> None:
+def test_redirect_bind_mounts_the_copy_on_the_whole_node(site: Site) -> None:
     image = site.image("bound", mib=2)
     job = site.srun(image)
     assert (site.outcome(job.job).result, site.outcome(job.job).redirect) == ("copied", "mounted")

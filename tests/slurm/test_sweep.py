@@ -86,7 +86,7 @@ def down(site: Site, node: str) -> None:
     site.root(["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead"], node)
 
 
-def test_lease_after_killed_slurmd_is_released_once_slurm_ends_the_job(
+def test_sweep_releases_a_lease_after_a_killed_slurmd_once_slurm_has_ended_the_job(
     site: Site,
 ) -> None:
     image = site.image("a")
@@ -113,7 +113,7 @@ def test_lease_after_killed_slurmd_is_released_once_slurm_ends_the_job(
 
 
 @pytest.mark.long
-def test_lease_of_running_job_of_any_kind_is_kept(site: Site) -> None:
+def test_sweep_keeps_the_leases_of_running_jobs_of_every_kind(site: Site) -> None:
     """Tasks of an array and parts of a heterogeneous job have numbers of their own."""
     hint = f"--comment=stage={site.image('a')}"
     wait = "until test -e /shared/alice/enough; do sleep 0.1; done"
@@ -140,7 +140,9 @@ def test_lease_of_running_job_of_any_kind_is_kept(site: Site) -> None:
         site.cluster.wait_idle()
 
 
-def test_silent_or_foreign_slurmctld_releases_nothing(site: Site) -> None:
+def test_sweep_releases_no_lease_if_slurmctld_is_silent_or_does_not_know_the_node(
+    site: Site,
+) -> None:
     with site.holding(site.image("a")):
         forge(site, NEVER)
         before = leased(site)
@@ -176,7 +178,7 @@ def stopped_slurmctld(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_job_requeued_to_another_node_loses_its_lease_here(site: Site) -> None:
+def test_sweep_releases_the_lease_of_a_job_requeued_to_another_node(site: Site) -> None:
     hint = f"--comment=stage={site.image('a')}"
     wait = "until test -e /shared/alice/done; do sleep 0.1; done"
     script = f"#!/bin/sh\ntouch /shared/alice/launched\n{wait}\n"

@@ -112,7 +112,7 @@ WAYS: dict[str, Callable[[Site, str], Ran]] = {
 
 
 @pytest.mark.always
-def test_cold_steps_start_at_once_and_read_the_right_bytes_however_they_ask(
+def test_cold_steps_start_before_the_copy_is_whole_and_read_the_right_bytes(
     through: Site, far: SlowSource
 ) -> None:
     names = list(WAYS)
@@ -133,7 +133,7 @@ def test_cold_steps_start_at_once_and_read_the_right_bytes_however_they_ask(
         assert "through" in through.command("explain", str(ran.job), node=node)
 
 
-def test_step_of_a_job_whose_prolog_knew_the_image_needs_no_helper(
+def test_step_reads_through_its_prologs_keeper_without_a_helper(
     through: Site, far: SlowSource
 ) -> None:
     image, digest = far.image("known", mib=MIB), far.sha256("known")
@@ -290,7 +290,7 @@ EACH = [pytest.param([one], id=one.__name__, marks=pytest.mark.long) for one in 
 
 
 @pytest.mark.parametrize("mishaps", [*EACH, pytest.param(MISHAPS, id="all")])
-def test_step_reads_on_whatever_happens(
+def test_step_reading_through_gets_right_bytes_despite_killed_processes_and_changes(
     through: Site, far: SlowSource, mishaps: Sequence[Callable[[Reading], None]]
 ) -> None:
     with reading(through, far, "on") as at:
@@ -303,7 +303,7 @@ def test_step_reads_on_whatever_happens(
     clean_up(through)
 
 
-def test_step_whose_keeper_and_server_are_killed_fails_and_leaves_its_node(
+def test_step_fails_with_not_connected_after_its_keeper_and_server_were_killed(
     through: Site, far: SlowSource
 ) -> None:
     with reading(through, far, "both") as at:
@@ -324,7 +324,7 @@ def hang(at: Reading) -> None:
 
 
 @pytest.mark.parametrize("trouble", [hang, stop_all])
-def test_whatever_hangs_holds_up_neither_scancel_nor_the_node(
+def test_hanging_source_or_server_blocks_neither_df_nor_scancel_nor_the_node(
     through: Site, far: SlowSource, trouble: Callable[[Reading], None]
 ) -> None:
     with reading(through, far, "hung") as at:
@@ -339,7 +339,7 @@ def test_whatever_hangs_holds_up_neither_scancel_nor_the_node(
         clean_up(through)
 
 
-def test_step_reads_through_to_its_end_and_later_ones_use_the_entry(
+def test_step_reading_through_uses_the_published_entry_and_a_later_step_hits(
     through: Site, far: SlowSource
 ) -> None:
     image, digest = far.image("entry", mib=MIB), far.sha256("entry")

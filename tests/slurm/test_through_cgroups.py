@@ -76,7 +76,7 @@ def safest(site: Site) -> str:
     return site.root(["sh", "-c", f"echo -1000 >{adj} 2>&- || true; cat {adj}"], "n1")
 
 
-def test_step_reads_on_though_the_one_that_started_its_keeper_has_ended(site: Site) -> None:
+def test_step_reads_through_after_the_step_that_started_the_keeper_has_ended(site: Site) -> None:
     flag = site.source("/shared/alice/ended")
     flag.unlink(missing_ok=True)
     with slow.mounted(site.cluster) as far:
@@ -101,7 +101,7 @@ def test_step_reads_on_though_the_one_that_started_its_keeper_has_ended(site: Si
         site.await_keepers()
 
 
-def test_program_that_serves_a_mounted_file_lives_in_the_step_and_goes_with_it(
+def test_server_of_a_mounted_file_is_in_the_steps_cgroups_and_ends_with_the_step(
     spank: Site,
 ) -> None:
     image = spank.image("mounted")
@@ -127,7 +127,7 @@ input()
 """
 
 
-def test_import_that_is_cancelled_leaves_no_cgroup(site: Site) -> None:
+def test_cancelled_import_leaves_no_cgroup_of_its_job(site: Site) -> None:
     """Slurm removes the step's once, when the worker is still in them: it may clean up."""
     site.cluster.run(["mkdir", "-p", "-m", "1777", STORE], user="root")
     site.configure(redirect="spank", registry={"store": STORE})
@@ -149,7 +149,9 @@ def test_import_that_is_cancelled_leaves_no_cgroup(site: Site) -> None:
     registry.communicate("\n")
 
 
-def test_directory_in_memory_counts_in_the_jobs_memory_and_goes_with_it(spank: Site) -> None:
+def test_job_directory_in_memory_counts_as_the_jobs_memory_and_ends_with_the_job(
+    spank: Site,
+) -> None:
     spank.cluster.run(["sh", "-c", "head -c 24M /dev/zero >/shared/alice/large"], user="alice")
     with spank.holding(None, comment="stage-dir=64M,ram stage=/shared/alice/large@job") as held:
         (pid,) = spank.named("n1", HOLDER)
@@ -165,7 +167,7 @@ def test_directory_in_memory_counts_in_the_jobs_memory_and_goes_with_it(spank: S
 
 
 @pytest.mark.parametrize(("size", "has_it"), [("256M", True), ("257M", False)])
-def test_directory_in_memory_is_no_larger_than_the_jobs_memory(
+def test_job_directory_in_memory_is_no_larger_than_the_jobs_memory(
     spank: Site, size: str, has_it: bool
 ) -> None:
     script = 'echo "[$FORESTAGE_DIR]"'

@@ -50,14 +50,14 @@ def test_warm_twice_copies_then_hits(site: Site, user: str) -> None:
             assert outcome.result == result
 
 
-def test_user_waits_for_slow_copy(site: Site) -> None:
+def test_warm_by_a_user_waits_for_a_slow_copy(site: Site) -> None:
     site.configure(redirect="spank", bandwidth="8M", chunk_size="1M")
     code, printed = warm(site, site.image("slow", mib=12), "--nodes", "n1", user="alice")
     assert (code, results(printed)) == (0, {"n1": "copied"}), printed
     assert site.results(printed["n1"]["job"]) == ["started"], "the Prolog did not wait"
 
 
-def test_drained_node_fails_alone(site: Site) -> None:
+def test_warm_fails_only_for_the_drained_node(site: Site) -> None:
     image = site.image("a")
     drain = ["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test"]
     site.root(drain, "n1")
@@ -69,13 +69,13 @@ def test_drained_node_fails_alone(site: Site) -> None:
     assert "allocate" in printed["n2"]["problem"]
 
 
-def test_declined_image_has_its_reason(site: Site) -> None:
+def test_warm_prints_the_reason_of_a_declined_image(site: Site) -> None:
     code, printed = warm(site, "/etc/passwd", "--nodes", "n1")
     assert (code, results(printed)) == (1, {"n1": "declined"}), printed
     assert printed["n1"]["images"][0]["reason"] == "outside-sources"
 
 
-def test_root_waits_for_slow_copy(site: Site) -> None:
+def test_warm_by_root_waits_for_a_slow_copy(site: Site) -> None:
     """With `redirect: spank` this is so for every copy."""
     site.configure(redirect="spank", bandwidth="8M", chunk_size="1M")
     code, printed = warm(site, site.image("slow", mib=12), "--nodes", "n1", user="root")
@@ -106,7 +106,7 @@ def interrupted(site: Site, *words: str, user: str, state: str) -> None:
     wait_until(lambda: jobs() == [], 60, lambda: str(jobs()))
 
 
-def test_interrupt_leaves_no_pending_job(site: Site) -> None:
+def test_interrupted_warm_leaves_no_pending_job(site: Site) -> None:
     image = site.image("a")
     site.root(["scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=test"], "n1")
     interrupted(site, image, user="alice", state="PENDING")
@@ -114,7 +114,7 @@ def test_interrupt_leaves_no_pending_job(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_interrupt_leaves_no_running_job(site: Site) -> None:
+def test_interrupted_warm_leaves_no_running_job(site: Site) -> None:
     """The copies go on, as those of any job that is cancelled."""
     site.configure(redirect="spank", bandwidth="1M", chunk_size="1M")
     interrupted(site, site.image("slow", mib=15), user="root", state="RUNNING")

@@ -106,9 +106,7 @@ def understood(line: str) -> list[str]:
 
 
 @given(lines)
-def test_line_is_taken_apart_as_the_grammar_has_it_or_left_out(
-    parser: Path, lines: list[str]
-) -> None:
+def test_answer_line_is_parsed_by_the_grammar_or_left_out(parser: Path, lines: list[str]) -> None:
     text = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
     ran = subprocess.run([parser], input=text, capture_output=True, check=True)
     found = ran.stdout.decode(errors="surrogateescape").split("\n")[:-1]
@@ -118,5 +116,5 @@ def test_line_is_taken_apart_as_the_grammar_has_it_or_left_out(
 
 
 @given(st.binary(max_size=3000))
-def test_any_bytes_hurt_nobody(parser: Path, data: bytes) -> None:
+def test_answer_parser_does_not_crash_on_any_bytes(parser: Path, data: bytes) -> None:
     subprocess.run([parser], input=data, capture_output=True, check=True)

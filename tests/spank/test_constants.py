@@ -8,7 +8,7 @@ import sys
 from companion import FOLDER, REPO
 
 
-def test_header_is_made_of_what_the_program_knows() -> None:
+def test_constants_header_is_generated_from_the_python_constants() -> None:
     """After a change: .venv/bin/python3 packaging/constants > src/spank/constants.h."""
     made = subprocess.run(
         [sys.executable, REPO / "packaging/constants"], capture_output=True, text=True, check=True

@@ -18,7 +18,9 @@ def socket(step: Step) -> Iterator[Path]:
         yield socket
 
 
-def test_clone_of_a_server_shows_in_each_task_alone(step: Step, point: Path, socket: Path) -> None:
+def test_data_mount_cloned_from_a_keeper_is_in_each_tasks_own_namespace(
+    step: Step, point: Path, socket: Path
+) -> None:
     step.answers(served(socket, point), "leave\tno-image")
     ran = step.run("tasks=3", f"task=cat {point}/file")
     assert ran.out == 3 * "from the keeper\n"
@@ -26,27 +28,27 @@ def test_clone_of_a_server_shows_in_each_task_alone(step: Step, point: Path, soc
     assert (ran.logged, ran.said) == ("", [])
 
 
-def test_step_without_an_image_asks_for_its_data(step: Step, point: Path, socket: Path) -> None:
+def test_step_without_an_image_gets_its_data_mounted(step: Step, point: Path, socket: Path) -> None:
     LEASES.mkdir()
     (LEASES / f"{JOB}.hinted").touch()
     step.answers(served(socket, point), "leave\tno-image")
     assert step.run(f"task=cat {point}/file", image="").out == "from the keeper\n"
 
 
-def test_image_and_data_show_together(step: Step, point: Path, socket: Path) -> None:
+def test_image_and_data_are_mounted_in_the_same_task(step: Step, point: Path, socket: Path) -> None:
     step.answers(served(socket, point), step.use())
     ran = step.run(f"task=cat {point}/file; stat -c %i {step.image}")
     assert ran.out.split("\n")[:2] == ["from the keeper", str(step.entry().stat().st_ino)]
 
 
-def test_contained_task_connects_to_the_server_by_itself(
+def test_contained_task_connects_to_the_data_keeper_itself(
     step: Step, point: Path, socket: Path
 ) -> None:
     step.answers(served(socket, point), "leave\tno-image")
     assert step.run("contained=1", f"task=cat {point}/file").out == "from the keeper\n"
 
 
-def test_program_of_the_task_inherits_nothing_of_its_data(
+def test_tasks_program_inherits_no_descriptor_of_its_data_mounts(
     step: Step, point: Path, socket: Path
 ) -> None:
     step.answers("leave\tno-image")
@@ -55,7 +57,7 @@ def test_program_of_the_task_inherits_nothing_of_its_data(
     assert step.run("task=ls -l /proc/self/fd | wc -l").out == alone
 
 
-def test_server_that_refuses_or_is_gone_is_told_and_the_step_goes_on(
+def test_refusing_or_missing_data_keeper_is_reported_and_the_step_runs(
     step: Step, point: Path
 ) -> None:
     with keeping(step, "refuses") as socket:
@@ -69,7 +71,7 @@ def test_server_that_refuses_or_is_gone_is_told_and_the_step_goes_on(
 
 
 @pytest.mark.parametrize(("access", "flag"), [("ro", "ro"), ("rw", "rw")])
-def test_device_is_mounted_without_the_rights_of_a_disk(
+def test_loop_device_of_data_is_mounted_nosuid_and_nodev(
     step: Step, point: Path, disk: tuple[str, str], access: str, flag: str
 ) -> None:
     inode = point.stat().st_ino
@@ -80,7 +82,7 @@ def test_device_is_mounted_without_the_rights_of_a_disk(
     assert {flag, "nosuid", "nodev"} <= flags
 
 
-def test_device_that_another_file_has_by_now_is_not_mounted(
+def test_loop_device_that_now_has_another_file_is_not_mounted(
     step: Step, point: Path, disk: tuple[str, str]
 ) -> None:
     device, file = disk
@@ -91,7 +93,7 @@ def test_device_that_another_file_has_by_now_is_not_mounted(
     assert ran.said == [f"forestage: nothing is mounted at {point}: its device is gone"]
 
 
-def test_directory_of_roots_is_opened_as_root_if_nobody_else_can_change_it(
+def test_mount_point_opened_as_root_must_be_writable_by_root_alone(
     step: Step, socket: Path
 ) -> None:
     point = step.folder / "private/point"
@@ -107,7 +109,7 @@ def test_directory_of_roots_is_opened_as_root_if_nobody_else_can_change_it(
     assert "it is not root's alone" in step.run().logged
 
 
-def test_directory_that_the_user_cannot_reach_stays(step: Step, socket: Path) -> None:
+def test_mount_point_that_the_user_cannot_open_gets_no_mount(step: Step, socket: Path) -> None:
     point = step.folder / "private/point"
     point.mkdir(parents=True)
     point.parent.chmod(0o700)
@@ -117,7 +119,7 @@ def test_directory_that_the_user_cannot_reach_stays(step: Step, socket: Path) ->
     assert ran.out == ""
 
 
-def test_link_is_not_followed_wherever_it_is_on_the_way(
+def test_mount_point_with_a_symlink_in_its_path_gets_no_mount(
     step: Step, point: Path, socket: Path
 ) -> None:
     inode = point.stat().st_ino
@@ -134,7 +136,9 @@ def test_link_is_not_followed_wherever_it_is_on_the_way(
         assert ran.out == ""
 
 
-def test_directory_that_took_the_others_place_stays(step: Step, point: Path, socket: Path) -> None:
+def test_mount_point_replaced_by_another_directory_gets_no_mount(
+    step: Step, point: Path, socket: Path
+) -> None:
     step.answers(served(socket, point), "leave\tno-image")
     swap = f"mv {point} {point}.old; mkdir {point}; chown {UID} {point}"
     ran = step.run(f"between={swap}", f"task=ls {point}")
@@ -142,7 +146,9 @@ def test_directory_that_took_the_others_place_stays(step: Step, point: Path, soc
     assert ran.out == ""
 
 
-def test_missing_directories_are_made_in_the_task_alone(step: Step, socket: Path) -> None:
+def test_missing_mount_points_are_created_in_the_task_but_not_on_the_node(
+    step: Step, socket: Path
+) -> None:
     root = step.folder / "data"
     root.mkdir()
     lines = [line("folder", name, root, "root") for name in ("a/b", "c")]
@@ -156,7 +162,7 @@ def test_missing_directories_are_made_in_the_task_alone(step: Step, socket: Path
 
 
 @pytest.mark.parametrize("name", ["../up", "a/../../up"])
-def test_missing_directory_is_made_nowhere_else(step: Step, name: str) -> None:
+def test_missing_mount_point_outside_its_root_is_not_created(step: Step, name: str) -> None:
     root = step.folder / "data"
     root.mkdir()
     step.answers(line("folder", name, root, "root"), "leave\tno-image")
@@ -165,22 +171,20 @@ def test_missing_directory_is_made_nowhere_else(step: Step, name: str) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_directory_of_the_users_gets_no_folder(step: Step, point: Path) -> None:
+def test_missing_mount_point_is_not_created_in_a_users_directory(step: Step, point: Path) -> None:
     step.answers(line("folder", "a", point, "root"), "leave\tno-image")
     ran = step.run()
     assert "it is not root's alone" in ran.logged
     assert list(point.iterdir()) == []
 
 
-def test_variable_is_set_over_what_the_step_has(step: Step) -> None:
+def test_env_line_of_the_answer_overwrites_a_variable_of_the_step(step: Step) -> None:
     step.answers(line("env", "FORESTAGE_DIR", "/forestage/job"), "leave\tno-image")
     assert step.run().facts("setenv") == {"setenv 1 FORESTAGE_DIR=/forestage/job"}
 
 
 @pytest.mark.parametrize("image", [None, "", "dockerd://ubuntu"])
-def test_what_the_environment_says_of_another_steps_image_is_unset(
-    step: Step, image: str | None
-) -> None:
+def test_image_variables_of_another_step_are_unset(step: Step, image: str | None) -> None:
     """Whatever a batch script or its user has there: this step's may be none of ours."""
     step.answers("leave\tno-image")
     names = [f"FORESTAGE_{name}" for name in ("RESULT", "IMAGE_PATH", "DATA_RESULT", "LOCAL")]
@@ -189,7 +193,7 @@ def test_what_the_environment_says_of_another_steps_image_is_unset(
     assert ran.facts("setenv") == set()
 
 
-def test_variable_without_a_value_stays_the_users(step: Step) -> None:
+def test_env_line_without_a_value_keeps_the_users_variable(step: Step) -> None:
     step.answers(line("env", "CACHE"), "leave\tno-image")
     ran = step.run("env=CACHE=/home/cache")
     assert ran.environ["CACHE"] == "/home/cache"
@@ -225,7 +229,7 @@ def test_variable_without_a_value_stays_the_users(step: Step) -> None:
         "tree\t/x\troot",
     ],
 )
-def test_line_that_is_none_does_nothing_and_the_others_count(
+def test_invalid_data_line_is_logged_and_the_other_lines_are_followed(
     step: Step, point: Path, socket: Path, text: str
 ) -> None:
     step.answers(text, served(socket, point), "leave\tno-image")
@@ -235,7 +239,7 @@ def test_line_that_is_none_does_nothing_and_the_others_count(
     assert ran.facts("setenv") == set()
 
 
-def test_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
+def test_data_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
     lines = [line("env", f"N{number}", "x") for number in range(8)]
     step.answers(*lines, "leave\tno-image")
     ran = step.run()
@@ -243,7 +247,7 @@ def test_lines_above_the_limit_are_left_out(step: Step, point: Path) -> None:
     assert ran.logged.count("more than 6 lines on data") == 2
 
 
-def test_lines_are_followed_in_their_order(
+def test_data_lines_are_followed_in_their_order(
     step: Step, point: Path, socket: Path, disk: tuple[str, str]
 ) -> None:
     """So parents come first (features/data/wanted.py): they would hide what is mounted below

@@ -75,26 +75,32 @@ def shows(step: Step) -> bool:
         f"echo '{LANGUAGE}'; printf 'served\\t'; exit 1",
     ],
 )
-def test_directory_shows_though_the_helper_fails(step: Step, record: Record, script: str) -> None:
+def test_job_directory_is_mounted_from_its_record_if_the_helper_fails(
+    step: Step, record: Record, script: str
+) -> None:
     step.script(script)
     assert shows(step)
 
 
-def test_directory_shows_though_the_program_is_gone(step: Step, record: Record) -> None:
+def test_job_directory_is_mounted_from_its_record_if_the_helper_is_missing(
+    step: Step, record: Record
+) -> None:
     step.helper.chmod(0o644)
     assert shows(step)
     step.helper.unlink()
     assert shows(step)
 
 
-def test_directory_in_memory_shows_by_its_record(step: Step, record: Record) -> None:
+def test_job_directory_in_memory_is_mounted_from_its_record(step: Step, record: Record) -> None:
     with keeping(step, "clones") as socket:
         record(line=("served", str(socket), str(OWN), "root"))
         ran = step.run(f"task=cat {OWN}/file", image="")
     assert (ran.out, ran.said) == ("from the keeper\n", [])
 
 
-def test_helper_that_answers_has_the_last_word(step: Step, record: Record) -> None:
+def test_helpers_answer_overrides_the_record_of_the_job_directory(
+    step: Step, record: Record
+) -> None:
     step.answers("say\tit is gone", line("env", "FORESTAGE_DIR"), "leave\tno-image")
     ran = step.run(f"task=ls {OWN}", image="")
     assert (ran.out, ran.environ, ran.said) == ("", {}, ["it is gone"])
@@ -104,7 +110,7 @@ def test_helper_that_answers_has_the_last_word(step: Step, record: Record) -> No
 
 
 @pytest.mark.ci
-def test_companion_of_the_next_release_reads_this_ones_record(
+def test_companion_of_the_next_release_reads_the_directory_record_of_this_release(
     step: Step, record: Record, next_program: Path
 ) -> None:
     step.program = next_program
@@ -113,7 +119,7 @@ def test_companion_of_the_next_release_reads_this_ones_record(
     assert shows(step)
 
 
-def test_helper_of_the_next_release_leaves_this_ones_record_to_its_companion(
+def test_directory_record_of_this_release_is_used_beside_a_helper_of_the_next_release(
     step: Step, record: Record, disk: tuple[str, str]
 ) -> None:
     record(format_=FORMAT + 1)
@@ -121,7 +127,7 @@ def test_helper_of_the_next_release_leaves_this_ones_record_to_its_companion(
     assert shows(step)
 
 
-def test_record_of_two_formats_on_is_read_by_none(
+def test_companion_reads_directory_records_only_of_its_own_and_the_previous_format(
     step: Step, record: Record, next_program: Path
 ) -> None:
     file = LeaseDirectory(LEASES).directory_record(JOB)
@@ -139,7 +145,7 @@ def test_record_of_two_formats_on_is_read_by_none(
 # --- whose it is
 
 
-def test_record_of_another_user_or_boot_counts_for_nothing(step: Step, record: Record) -> None:
+def test_directory_record_of_another_user_or_boot_is_not_used(step: Step, record: Record) -> None:
     record(uid=UID + 1)
     assert not shows(step)
     record()
@@ -164,7 +170,7 @@ def test_record_of_another_user_or_boot_counts_for_nothing(step: Step, record: R
     assert not shows(step)
 
 
-def test_device_that_another_file_has_by_now_is_told_and_no_variable_stays(
+def test_job_directory_on_a_reused_loop_device_is_reported_and_sets_no_variable(
     step: Step, record: Record, disk: tuple[str, str]
 ) -> None:
     record(line=("device", disk[0], f"{disk[1]}0", "ext4", "rw", str(OWN), "root"))

@@ -12,7 +12,7 @@ NONE = "leave\tno-image"
 
 
 @pytest.mark.parametrize("arguments", [[], ["arg=nonsense=1"]])
-def test_variables_of_the_job_that_submitted_this_one_are_taken_out(
+def test_forestage_variables_of_the_submitting_job_are_removed_from_the_step(
     step: Step, arguments: list[str]
 ) -> None:
     names = ("RESULT", "IMAGE_PATH", "DATA_RESULT", "LOCAL")
@@ -36,20 +36,20 @@ def test_variables_of_the_job_that_submitted_this_one_are_taken_out(
         {"OTHER": "", "LONG" * 50: f"{OWN}/seed/{'LONG' * 50}"},
     ],
 )
-def test_value_that_is_not_exactly_ours_stays(step: Step, given: dict[str, str]) -> None:
+def test_variable_with_a_value_that_only_resembles_forestages_is_kept(
+    step: Step, given: dict[str, str]
+) -> None:
     ran = step.run(*(f"env={name}={value}" for name, value in given.items()), image="")
     assert ran.environ == given
 
 
-def test_what_the_script_has_set_since_is_not_replaced_by_what_was_before(step: Step) -> None:
+def test_variable_set_by_the_script_is_not_replaced_by_the_saved_value(step: Step) -> None:
     assert step.run("env=CACHE=/new", f"env={WAS}", image="").environ == {"CACHE": "/new"}
     assert step.run(f"env={WAS}", image="").environ == {}
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_the_user_had_is_kept_for_as_long_as_a_seed_replaces_it(
-    step: Step, first: bool
-) -> None:
+def test_users_value_is_saved_while_a_seed_replaces_the_variable(step: Step, first: bool) -> None:
     """The batch script's step finds the user's, each of the script's own steps that of the seed."""
     had = ["env=CACHE=/home/cache"] if first else [f"env={WAS}", f"env={SEED}"]
     name, value = SEED.split("=")
@@ -62,7 +62,7 @@ def test_what_the_user_had_is_kept_for_as_long_as_a_seed_replaces_it(
     }
 
 
-def test_empty_value_is_kept_and_no_value_is_none(step: Step) -> None:
+def test_empty_value_of_a_variable_is_saved_and_an_unset_variable_is_not(step: Step) -> None:
     name, value = SEED.split("=")
     step.answers(line("env", name, value), NONE)
     assert step.run("env=CACHE=").environ == {"CACHE": value, "FORESTAGE_WAS_CACHE": ""}
@@ -70,7 +70,7 @@ def test_empty_value_is_kept_and_no_value_is_none(step: Step) -> None:
     assert step.run(f"env={SEED}", "env=FORESTAGE_WAS_CACHE=", image="").environ == {"CACHE": ""}
 
 
-def test_directory_that_cannot_be_mounted_leaves_no_variable_that_leads_there(step: Step) -> None:
+def test_job_directory_that_cannot_be_mounted_sets_no_variable(step: Step) -> None:
     OWN.mkdir()
     name, value = SEED.split("=")
     lines = [line("env", "FORESTAGE_DIR", OWN), line("env", name, value)]
@@ -80,7 +80,7 @@ def test_directory_that_cannot_be_mounted_leaves_no_variable_that_leads_there(st
     assert ran.said == [f"forestage: nothing is mounted at {OWN}: its device is gone"]
 
 
-def test_step_that_lost_its_directory_is_told_so_in_one_line(step: Step) -> None:
+def test_step_without_its_job_directory_prints_the_cause_once(step: Step) -> None:
     LEASES.mkdir()
     (LEASES / f"{JOB}.hinted").touch()
     lost = f"forestage: this step does not have its job's {OWN}: "

@@ -37,24 +37,24 @@ def environ(step: Step) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("image", ["", "dockerd://ubuntu", "/" + "x" * 100_000])
-def test_what_is_not_a_path_starts_nothing(step: Step, image: str) -> None:
+def test_step_with_an_image_that_is_no_path_starts_no_helper(step: Step, image: str) -> None:
     assert step.run(image=image).report.count("fact task 0") == 1
     assert step.asked() == 0
 
 
-def test_variable_stands_in_for_the_option(step: Step) -> None:
+def test_image_variable_of_pyxis_starts_the_helper_without_the_option(step: Step) -> None:
     step.run(f"env=PYXIS_CONTAINER_IMAGE={step.image}", image="")
     assert step.asked() == 1
 
 
-def test_step_that_only_saves_asks_the_helper(step: Step) -> None:
+def test_step_that_only_saves_a_container_starts_the_helper(step: Step) -> None:
     step.answers("leave\tno-image", first=f"cat /proc/$$/environ > {step.folder}/environ")
     step.run("save=/x/saved.sqsh", image="")
     assert environ(step)[f"{PREFIX}save"] == "/x/saved.sqsh"
     assert f"{PREFIX}image" not in environ(step)
 
 
-def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
+def test_helper_gets_only_the_environment_of_the_protocol(step: Step) -> None:
     hostile = {"LD_PRELOAD": "/none.so", "PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x"}
     step.environ = {"PYTHONPATH": "/x", "BASH_ENV": "/x", "ENV": "/x", "SLURMD_NODENAME": "n1"}
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
@@ -85,7 +85,7 @@ def test_environment_is_that_of_the_protocol_and_no_more(step: Step) -> None:
 
 
 @pytest.mark.parametrize("contained", [False, True])
-def test_helper_is_told_of_the_steps_manager_whoever_has_started_it(
+def test_helper_gets_the_step_managers_pid_also_in_a_contained_step(
     step: Step, contained: bool
 ) -> None:
     """With ContainSpank that is a process which ends with user_init."""
@@ -97,7 +97,7 @@ def test_helper_is_told_of_the_steps_manager_whoever_has_started_it(
 
 
 @pytest.mark.parametrize("save", ["", "/" + "x" * 4096])
-def test_what_is_no_path_to_save_to_is_left_out(step: Step, save: str) -> None:
+def test_invalid_save_path_is_not_passed_to_the_helper(step: Step, save: str) -> None:
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
     step.run(f"save={save}")
     assert environ(step)[f"{PREFIX}image"] == str(step.image)
@@ -105,7 +105,7 @@ def test_what_is_no_path_to_save_to_is_left_out(step: Step, save: str) -> None:
 
 
 @pytest.mark.parametrize("save", ["name.sqsh", "deep/name", "./name", "/name"])
-def test_all_that_pyxis_saves_to_is_a_path(step: Step, save: str) -> None:
+def test_any_save_path_of_pyxis_is_passed_to_the_helper(step: Step, save: str) -> None:
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
     step.run(f"save={save}")
     assert environ(step)[f"{PREFIX}save"] == save
@@ -129,7 +129,7 @@ HOME, NO_HOME = f"{PREFIX}mount_home", f"{PREFIX}mount_home".replace("pyxis_", "
         (["env=ENROOT_MOUNT_HOME="], set()),
     ],
 )
-def test_helper_hears_whether_the_container_gets_the_home_directory(
+def test_mount_home_setting_of_the_container_is_passed_to_the_helper(
     step: Step, said: list[str], arrives: set[str]
 ) -> None:
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
@@ -140,7 +140,9 @@ def test_helper_hears_whether_the_container_gets_the_home_directory(
 
 
 @pytest.mark.parametrize(("bytes_long", "arrives"), [(65536, True), (65537, False)])
-def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: bool) -> None:
+def test_node_list_is_passed_to_the_helper_whole_or_not_at_all(
+    step: Step, bytes_long: int, arrives: bool
+) -> None:
     # Half a list would name other nodes; a longer one might keep the helper from starting.
     nodes = "n" * bytes_long
     step.answers("leave\tnone", first=f"cat /proc/$$/environ > {step.folder}/environ")
@@ -149,7 +151,7 @@ def test_nodes_arrive_whole_or_not_at_all(step: Step, bytes_long: int, arrives: 
     assert environ(step)["SLURM_JOB_PARTITION"] == "batch"
 
 
-def test_path_arrives_as_it_was_written(step: Step) -> None:
+def test_image_path_is_passed_to_the_helper_unchanged(step: Step) -> None:
     step.answers("leave\tnone", first=f"printenv {PREFIX}image > {step.folder}/image")
     step.run(image="./a\nLD_PRELOAD=/x;$(reboot)", helper=True)
     assert (step.folder / "image").read_text() == "./a\nLD_PRELOAD=/x;$(reboot)\n"
@@ -179,7 +181,7 @@ print("leave\tnone")
 
 
 @pytest.mark.parametrize("parent", ["leak=1", "closed=1"])
-def test_helper_is_root_alone_with_three_descriptors_and_the_environment(
+def test_helper_runs_as_root_with_only_standard_descriptors_and_the_environment(
     step: Step, parent: str
 ) -> None:
     out = step.folder / "out"
@@ -201,7 +203,7 @@ def test_helper_is_root_alone_with_three_descriptors_and_the_environment(
     }
 
 
-def test_path_stays_without_a_helper(step: Step) -> None:
+def test_image_is_not_redirected_if_the_helper_is_missing_or_not_executable(step: Step) -> None:
     step.helper.unlink()
     assert "gave no answer" in step.run().logged
     step.helper.touch(0o644)
@@ -230,7 +232,7 @@ def test_path_stays_without_a_helper(step: Step) -> None:
         "head -c 16384 /dev/zero | tr '\\0' x; echo; printf 'leave\\tnone\\n'",
     ],
 )
-def test_rubbish_leaves_the_path_as_it_is(step: Step, text: str) -> None:
+def test_invalid_answer_of_the_helper_redirects_no_image(step: Step, text: str) -> None:
     step.script(f"echo '{LANGUAGE}'\n{text}")
     ran = step.run(f"task=cat {step.image}; echo $$")
     assert "stays as it is" in ran.logged
@@ -238,7 +240,7 @@ def test_rubbish_leaves_the_path_as_it_is(step: Step, text: str) -> None:
     assert str(step.image) not in ran.mounts[0]
 
 
-def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: Step) -> None:
+def test_helper_messages_reach_the_user_up_to_100_lines(step: Step) -> None:
     step.answers(
         "say\tforestage: 50 %s %n", then="yes 'say\tmore' | head -n 500; printf 'leave\\tx\\n'"
     )
@@ -249,7 +251,7 @@ def test_what_the_helper_says_reaches_the_user_at_once_and_within_bounds(step: S
 
 
 @pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
-def test_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
+def test_hanging_helper_is_killed_with_its_process_group(step: Step, before: str) -> None:
     pids_of = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
     step.script(f"echo '{LANGUAGE}'\n{pids_of}\n{before} wait")
     for seconds in (1, 10, 100):  # on a busy machine it may be ended before it has begun
@@ -261,7 +263,7 @@ def test_helper_that_hangs_goes_with_its_group(step: Step, before: str) -> None:
         until_gone(pid)
 
 
-def test_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
+def test_helper_that_does_not_exit_after_its_answer_is_killed(step: Step) -> None:
     lingers = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
     step.answers(step.use(), first=lingers, then="wait")
     ran = step.run()
@@ -270,7 +272,7 @@ def test_helper_that_lingers_after_its_answer_is_ended(step: Step) -> None:
     assert str(step.image) in ran.mounts[0]
 
 
-def test_stager_with_a_session_of_its_own_lives_on(step: Step) -> None:
+def test_stager_in_its_own_session_is_not_killed_with_the_helper(step: Step) -> None:
     stager = f"setsid sh -c 'echo $$ > {step.folder}/pids; exec sleep 1000' > /dev/null &"
     step.answers(then=f"{stager}\nwhile [ ! -s {step.folder}/pids ]; do :; done\n" + answer(step))
     ran = step.run()
@@ -284,19 +286,21 @@ def answer(step: Step) -> str:
 
 
 @pytest.mark.parametrize("uid", [0, UID])
-def test_signal_for_the_step_ends_the_wait(step: Step, uid: int) -> None:
+def test_signal_by_root_or_the_steps_user_ends_the_wait_for_the_helper(
+    step: Step, uid: int
+) -> None:
     step.script("exec sleep 1000")
     ran = step.run(f"request={uid}")  # which sees to it that no child is left
     assert "being signalled" in ran.logged
 
 
-def test_another_user_cannot_end_it(step: Step) -> None:
+def test_signal_by_another_user_does_not_end_the_wait_for_the_helper(step: Step) -> None:
     """In that time the companion has looked ten times; three are enough for who may."""
     step.script("exec sleep 1000")
     assert "took too long" in step.run("request=999", "arg=timeout=1").logged
 
 
-def test_helper_works_in_the_nodes_namespace(step: Step) -> None:
+def test_helper_of_a_contained_step_runs_in_the_nodes_mount_namespace(step: Step) -> None:
     # With SlurmdParameters=contain_spank the job's mount namespace is around user_init.
     names = step.folder / "names"
     step.answers(step.use(), first=f"readlink /proc/$$/ns/mnt >> {names}")
@@ -307,7 +311,7 @@ def test_helper_works_in_the_nodes_namespace(step: Step) -> None:
     assert str(step.image) in ran.mounts[0]
 
 
-def test_contained_wait_is_short_as_nobody_can_end_it(step: Step) -> None:
+def test_helper_of_a_contained_step_gets_a_timeout_of_50_s(step: Step) -> None:
     out = step.folder / "timeout"
     step.answers("leave\tnone", first=f"printenv FORESTAGE_TIMEOUT > {out}")
     step.run("contained=1")
@@ -332,9 +336,7 @@ def other(step: Step) -> str:
 
 
 @pytest.mark.parametrize("image", ["", "dockerd://ubuntu"])
-def test_step_without_an_image_is_shown_what_the_jobs_comment_names(
-    hinted: Step, image: str
-) -> None:
+def test_step_without_an_image_gets_the_image_of_the_jobs_comment(hinted: Step, image: str) -> None:
     first = f"cat /proc/$$/environ > {hinted.folder}/environ"
     hinted.answers(other(hinted), "leave\tno-image", first=first)
     ran = hinted.run("tasks=2", f"task=stat -c %i {hinted.folder}/shared/other.sqsh", image=image)
@@ -343,28 +345,28 @@ def test_step_without_an_image_is_shown_what_the_jobs_comment_names(
     assert ran.logged == ""
 
 
-def test_step_with_an_image_is_shown_both(hinted: Step) -> None:
+def test_step_with_an_image_also_gets_the_image_of_the_jobs_comment(hinted: Step) -> None:
     hinted.answers(other(hinted), hinted.use())
     ran = hinted.run(f"task=stat -c %i {hinted.image} {hinted.folder}/shared/other.sqsh")
     entries = (hinted.entry(), hinted.entry(OLD_KEY))
     assert ran.out.split() == [str(entry.stat().st_ino) for entry in entries]
 
 
-def test_more_images_than_a_comment_has_are_left_out(hinted: Step) -> None:
+def test_answer_with_too_many_comment_images_still_redirects_the_steps_image(hinted: Step) -> None:
     hinted.answers(*[other(hinted)] * 40, hinted.use())
     ran = hinted.run(f"task=stat -c %i {hinted.image}")
     assert ran.out.split() == [str(hinted.entry().stat().st_ino)]
 
 
 @pytest.mark.parametrize("line", ["also", "also\t", "also\tuse\t/x", "also\tleave\tnone"])
-def test_odd_line_for_one_more_image_is_passed_over(hinted: Step, line: str) -> None:
+def test_invalid_answer_line_for_a_further_image_is_ignored(hinted: Step, line: str) -> None:
     hinted.answers(line, hinted.use())
     ran = hinted.run(f"task=stat -c %i {hinted.image}")
     assert ran.out.split() == [str(hinted.entry().stat().st_ino)]
 
 
 @pytest.mark.parametrize("number", ["", "forestage 3", "forestage 40", "say\tforestage 4", "use"])
-def test_helper_of_another_release_leaves_the_step_as_it_is(step: Step, number: str) -> None:
+def test_answer_of_a_helper_of_another_release_is_not_used(step: Step, number: str) -> None:
     lines = "\\n".join([number, "env\tA\tx", step.use()])
     step.script(f"printf '{lines}\\n'")
     ran = step.run(f"task=stat -c %i {step.image}")
@@ -373,7 +375,7 @@ def test_helper_of_another_release_leaves_the_step_as_it_is(step: Step, number: 
     assert not [line for line in ran.lines("fact") if "A=x" in line]
 
 
-def test_line_of_a_later_release_is_left_out_and_the_answer_counts(step: Step) -> None:
+def test_unknown_line_in_the_answer_is_ignored_and_the_image_is_redirected(step: Step) -> None:
     step.answers("new\tword", "use\tmore\tfields", step.use())
     ran = step.run(f"task=stat -c %i {step.image}")
     assert ran.out.split() == [str(step.entry().stat().st_ino)]

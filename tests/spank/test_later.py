@@ -90,12 +90,14 @@ def given(step: Step) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("image", ["dockerd://ubuntu", "podman://ubuntu"])
-def test_image_of_a_daemon_of_the_node_starts_nothing(step: Step, place: Path, image: str) -> None:
+def test_image_of_a_docker_or_podman_daemon_starts_no_helper(
+    step: Step, place: Path, image: str
+) -> None:
     run(step, place, image=image)
     assert step.asked() == 0
 
 
-def test_helper_gets_reference_and_container_and_the_jobs_environment(
+def test_helper_of_a_registry_image_gets_reference_container_name_and_job_environment(
     step: Step, place: Path
 ) -> None:
     with answering(place, says("leave\tnone")):
@@ -112,7 +114,9 @@ def test_helper_gets_reference_and_container_and_the_jobs_environment(
     assert found["uid"] == [0, 0, 0]
 
 
-def test_importer_is_told_where_the_image_shows(step: Step, place: Path) -> None:
+def test_step_variable_names_the_path_at_which_a_registry_image_appears(
+    step: Step, place: Path
+) -> None:
     """By the step's number as Slurm knows it; fake.c's is that of a batch script."""
     with answering(place, says("leave\tnone")):
         ran = run(step, place)
@@ -120,20 +124,24 @@ def test_importer_is_told_where_the_image_shows(step: Step, place: Path) -> None
     assert f"setenv 1 FORESTAGE_IMAGE_PATH={path}" in ran.lines("fact")
 
 
-def test_helper_gets_no_other_descriptor(step: Step, place: Path) -> None:
+def test_helper_of_a_registry_image_gets_no_other_descriptor(step: Step, place: Path) -> None:
     with answering(place, says("leave\tnone")):
         run(step, place, "leak=1")
     assert given(step)["open"] == [0, 1, 2, 3, 4]  # the last is that of the look itself
 
 
-def test_path_brings_the_environment_and_nothing_that_is_for_imports(step: Step) -> None:
+def test_helper_of_an_image_path_gets_the_job_environment_but_no_import_variables(
+    step: Step,
+) -> None:
     step.answers("leave\tnone", first=note(step))
     step.run("env=HOME=/home/x", "env=ENVIRONMENT=BATCH")
     assert given(step)["block"] == "HOME=/home/x\0ENVIRONMENT=BATCH\0"
     assert "BATCH" not in str(given(step)["environ"])
 
 
-def test_tasks_bind_what_they_hear_of_at_the_place_that_is_named(step: Step, place: Path) -> None:
+def test_waiting_tasks_mount_the_answered_copy_and_print_its_message_once(
+    step: Step, place: Path
+) -> None:
     with answering(place, says("say\tforestage: it comes", step.use())):
         ran = run(step, place, "tasks=3", f"task=cat {step.image}")
     assert ran.out == step.entry().read_text() * 3
@@ -141,14 +149,16 @@ def test_tasks_bind_what_they_hear_of_at_the_place_that_is_named(step: Step, pla
     assert ran.said == ["forestage: it comes"]  # from the first task alone
 
 
-def test_task_reads_through_the_copy_that_comes_in(step: Step, place: Path, keeper: Keeper) -> None:
+def test_waiting_task_reads_through_the_answered_copy(
+    step: Step, place: Path, keeper: Keeper
+) -> None:
     keeper("clones")
     with answering(place, says(step.through())):
         ran = run(step, place, f"task=cat {step.image}")
     assert ran.out == SERVED
 
 
-def test_tasks_environment_says_what_became_of_the_image(step: Step, place: Path) -> None:
+def test_waiting_task_sets_only_the_result_variable_of_the_answer(step: Step, place: Path) -> None:
     lines = ("env\tFORESTAGE_RESULT\thit", "env\tPATH\t/evil", step.use())
     with answering(place, says(lines[0], lines[2])):
         ran = run(step, place)
@@ -172,19 +182,21 @@ def test_tasks_environment_says_what_became_of_the_image(step: Step, place: Path
     ],
     ids=["ends", "leaves", "nonsense", "later-again", "relative", "only-words"],
 )
-def test_task_without_a_usable_answer_goes_on(step: Step, place: Path, answer: Answer) -> None:
+def test_waiting_task_without_a_usable_answer_runs_with_the_source(
+    step: Step, place: Path, answer: Answer
+) -> None:
     with answering(place, answer):
         ran = run(step, place, f"task=cat {step.image}")
     assert ran.out == step.image.read_text()
     assert not any(KEY in table for table in ran.mounts)
 
 
-def test_task_goes_on_where_nobody_listens(step: Step, place: Path) -> None:
+def test_task_runs_if_no_helper_listens_on_the_wait_socket(step: Step, place: Path) -> None:
     ran = run(step, place)
     assert "nobody answers" in ran.logged
 
 
-def test_tasks_wait_for_an_answer_that_takes_its_time(step: Step, place: Path) -> None:
+def test_task_waits_for_a_late_answer_while_another_task_runs(step: Step, place: Path) -> None:
     """It comes once another task is over, and that has waited for its own."""
     first_is_over = threading.Event()
 
@@ -208,7 +220,7 @@ def peer(made: socket.socket) -> int:
     return int(struct.unpack("iII", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
-def test_task_that_waits_ends_by_what_it_is_sent(step: Step, place: Path) -> None:
+def test_waiting_task_ends_by_sigterm(step: Step, place: Path) -> None:
     """As its program would; Slurm sends nothing to what has a step manager's name."""
     names: list[str] = []
 
@@ -223,7 +235,7 @@ def test_task_that_waits_ends_by_what_it_is_sent(step: Step, place: Path) -> Non
     assert ran.facts("ended") == {"ended 0", f"ended {signal.SIGTERM.value}"}
 
 
-def test_task_that_has_its_answer_has_its_name_and_blocks_as_before(
+def test_task_has_its_name_and_signal_mask_restored_after_the_answer(
     step: Step, place: Path
 ) -> None:
     with answering(place, says("leave\tnone")):

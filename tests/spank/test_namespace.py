@@ -83,14 +83,16 @@ def _tidy(private_mounts: None, step: Step, park: Park) -> Iterator[None]:
     EVENTS.unlink(missing_ok=True)
 
 
-def test_task_stands_where_it_stood_when_it_has_its_mounts(step: Step) -> None:
+def test_task_keeps_its_working_directory_after_its_mounts(step: Step) -> None:
     ran = step.run(f"stands={step.image.parent}", f"task=cat ./{step.image.name}")
     assert ran.facts("folder") == {f"folder {step.image.parent}"}
     assert options(ran.mounts[0], step.image)
     assert ran.out == "the image\n"
 
 
-def test_task_stands_on_its_mount_where_that_covers_its_directory(step: Step, point: Path) -> None:
+def test_task_in_its_mount_point_keeps_the_covered_working_directory(
+    step: Step, point: Path
+) -> None:
     """As it would without: what it has open leads to where it did."""
     with keeping(step, "clones") as socket:
         step.answers(served(socket, point), "leave\tno-image")
@@ -98,7 +100,7 @@ def test_task_stands_on_its_mount_where_that_covers_its_directory(step: Step, po
     assert ran.out == f".:\n\n{point}:\nfile\n"
 
 
-def test_task_of_a_slurmd_in_a_chroot_stays_in_it(step: Step) -> None:
+def test_task_of_a_slurmd_in_a_chroot_keeps_its_root_directory(step: Step) -> None:
     root = step.folder / "root"
     make = [f"mkdir {root}", f"mount -t tmpfs root {root}", f"touch {root}/marker"]
     for name in ("bin", "dev", "etc", "lib", "lib64", "proc", "run", "tmp", "usr"):
@@ -109,7 +111,7 @@ def test_task_of_a_slurmd_in_a_chroot_stays_in_it(step: Step) -> None:
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-def test_task_whose_image_cannot_be_mounted_over_reads_the_source(
+def test_task_reads_the_source_if_the_mount_over_its_image_hangs(
     hasty: Step, park: Park, how: str
 ) -> None:
     park(hasty.image, how)
@@ -130,7 +132,7 @@ def noted() -> list[tuple[int, int | None, str, str, bool]]:
     return found
 
 
-def test_mount_that_hangs_is_noted_once_for_explain(hasty: Step, park: Park) -> None:
+def test_hanging_mount_is_recorded_as_one_event_for_explain(hasty: Step, park: Park) -> None:
     park(hasty.image, "read")
     hasty.answers(hasty.use())
     hasty.run("tasks=2")
@@ -138,7 +140,9 @@ def test_mount_that_hangs_is_noted_once_for_explain(hasty: Step, park: Park) -> 
     assert noted() == [(JOB, BATCH, "mount-hangs", str(hasty.image), False)]
 
 
-def test_each_mount_that_hangs_is_noted_whatever_its_name(hasty: Step, park: Park) -> None:
+def test_each_hanging_mount_is_recorded_as_an_event_even_with_an_odd_path(
+    hasty: Step, park: Park
+) -> None:
     odd = hasty.folder / 'home/a "b"\\ c'
     odd.mkdir(parents=True)
     os.chown(odd.parent, UID, GID)
@@ -176,7 +180,7 @@ class Beside:
 
 
 @pytest.mark.parametrize("how", ["read", "write"])
-def test_path_of_a_running_task_does_not_turn_when_the_mount_comes_late(
+def test_late_mount_does_not_change_the_image_of_a_running_task(
     hasty: Step, park: Park, how: str
 ) -> None:
     park(hasty.image, how)
@@ -188,7 +192,7 @@ def test_path_of_a_running_task_does_not_turn_when_the_mount_comes_late(
     assert task.ran().out.split() == [str(hasty.image.stat().st_ino)]
 
 
-def test_directory_that_is_being_listed_keeps_nobody_from_running(
+def test_task_runs_without_its_data_while_the_mount_point_is_being_listed(
     hasty: Step, park: Park, point: Path
 ) -> None:
     park(point, "list")
@@ -204,7 +208,7 @@ def test_directory_that_is_being_listed_keeps_nobody_from_running(
     ]
 
 
-def test_mount_that_hangs_keeps_no_other_from_being_shown(
+def test_hanging_mount_of_the_image_does_not_prevent_the_data_mount(
     hasty: Step, park: Park, point: Path
 ) -> None:
     park(hasty.image, "read")
@@ -214,7 +218,7 @@ def test_mount_that_hangs_keeps_no_other_from_being_shown(
     assert ran.out.split() == [str(hasty.image.stat().st_ino), "file"]
 
 
-def test_what_was_mounted_before_one_that_hangs_is_fetched_again(
+def test_mount_made_before_a_hanging_mount_is_made_again(
     hasty: Step, park: Park, point: Path
 ) -> None:
     other = point.parent / "other"
@@ -227,7 +231,9 @@ def test_what_was_mounted_before_one_that_hangs_is_fetched_again(
     assert ran.out == "file\n"
 
 
-def test_two_mounts_that_hang_leave_a_task_as_it_was(hasty: Step, park: Park, point: Path) -> None:
+def test_two_hanging_mounts_leave_the_task_without_any_mount(
+    hasty: Step, park: Park, point: Path
+) -> None:
     other = hasty.folder / "data"
     other.mkdir()
     park(hasty.image, "read")
@@ -240,7 +246,7 @@ def test_two_mounts_that_hang_leave_a_task_as_it_was(hasty: Step, park: Park, po
     assert ran.out.split() == [str(hasty.image.stat().st_ino)]
 
 
-def test_one_process_hangs_however_many_tasks_want_that_mount(hasty: Step, park: Park) -> None:
+def test_only_one_process_hangs_for_a_mount_that_many_tasks_want(hasty: Step, park: Park) -> None:
     park(hasty.image, "read")
     hasty.answers(hasty.use())
     for _ in range(2):
@@ -258,7 +264,9 @@ def others_mount(bytes_taken: int = TASK_MOUNTS.width) -> Iterator[int]:
         yield fd
 
 
-def test_task_that_waits_in_vain_for_its_turn_says_so_and_reads_the_source(crowded: Step) -> None:
+def test_task_without_a_free_mount_slot_reads_the_source_and_reports_mount_queue(
+    crowded: Step,
+) -> None:
     with others_mount():
         ran = crowded.run(f"task=stat -c %i {crowded.image}")
     why = "the mounts of other tasks took too long (mount-queue)"
@@ -283,7 +291,7 @@ def locks() -> Iterator[tuple[bool, int, int]]:
             yield "->" in one, int(pid), int(first)
 
 
-def test_mounter_that_waits_for_one_of_the_few_turns_keeps_no_path(step: Step) -> None:
+def test_mounter_that_waits_for_a_slot_holds_no_path_lock(step: Step) -> None:
     """Else the next one of this path would take that wait for a mount that hangs."""
     few = range(TASK_MOUNTS.first_byte(UID), TASK_MOUNTS.first_byte(UID) + TASK_TURNS)
     with ThreadPoolExecutor(1) as pool:
@@ -296,7 +304,7 @@ def test_mounter_that_waits_for_one_of_the_few_turns_keeps_no_path(step: Step) -
     assert kept == []
 
 
-def test_turn_that_is_free_is_taken_though_the_one_that_was_waited_for_hangs(hasty: Step) -> None:
+def test_mounter_takes_a_free_slot_though_the_awaited_slot_hangs(hasty: Step) -> None:
     first, last = (TASK_MOUNTS.first_byte(UID) + number for number in range(2))
     with ThreadPoolExecutor(1) as pool, others_mount(2) as fd:
         ran = pool.submit(hasty.run, f"task=stat -c %i {hasty.image}")
@@ -305,9 +313,7 @@ def test_turn_that_is_free_is_taken_though_the_one_that_was_waited_for_hangs(has
         assert ran.result().out.split() == [str(hasty.entry().stat().st_ino)]
 
 
-def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
-    crowded: Step, park: Park
-) -> None:
+def test_mount_timeout_starts_only_when_the_mounter_has_its_slot(crowded: Step, park: Park) -> None:
     """The image is held for longer than the task waits for its turn."""
     park(crowded.image, "read")
     with ThreadPoolExecutor(1) as pool:
@@ -319,7 +325,7 @@ def test_mount_has_its_whole_time_however_long_its_turn_took_to_come(
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
+def test_failed_redirect_of_a_task_is_printed_and_recorded_once_per_step(
     step: Step, tasks: int
 ) -> None:
     own = user_files.user_file_path(EVENTS.parent / "users", UID)
@@ -336,7 +342,7 @@ def test_what_a_task_is_not_shown_is_said_and_noted_once_for_explain(
     assert own.read_bytes() == EVENTS.read_bytes(), "its user is told so"
 
 
-def test_what_not_all_tasks_are_shown_is_noted_as_well(step: Step) -> None:
+def test_redirect_that_fails_in_some_tasks_is_printed_and_recorded(step: Step) -> None:
     """The first one has its copy."""
     hidden = f"rest=mount -t tmpfs none {step.image.parent}"
     ran = step.run("tasks=3", hidden, f"task=stat -c %i {step.image} || echo none")
@@ -347,7 +353,7 @@ def test_what_not_all_tasks_are_shown_is_noted_as_well(step: Step) -> None:
     assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
 
 
-def test_data_that_a_task_is_not_shown_is_noted_for_explain(step: Step, point: Path) -> None:
+def test_failed_data_mount_of_a_task_is_recorded_as_an_event(step: Step, point: Path) -> None:
     made = line("folder", "made", point, "root")
     step.answers(made, "leave\tno-image")
     ran = step.run()
@@ -357,7 +363,7 @@ def test_data_that_a_task_is_not_shown_is_noted_for_explain(step: Step, point: P
     assert ran.lines("fact").count("unsetenv FORESTAGE_LOCAL") == 2  # before, and by the task
 
 
-def test_few_processes_of_a_user_hang_however_many_paths_are_held(
+def test_hanging_mounters_of_a_user_are_limited_to_two(
     hasty: Step, park: Park, point: Path
 ) -> None:
     points = [point / name for name in ("a", "b", "c")]
@@ -371,7 +377,9 @@ def test_few_processes_of_a_user_hang_however_many_paths_are_held(
     assert len(left_hanging(2)) == 2
 
 
-def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, park: Park) -> None:
+def test_hanging_mounter_is_in_no_slurm_cgroup_and_has_its_own_session(
+    hasty: Step, park: Park
+) -> None:
     folders = [CGROUPS / name / f"slurm_spank_{os.getpid()}" for name in ("freezer", "memory")]
     for folder in folders:
         if not (folder.parent / "cgroup.procs").exists():
@@ -399,7 +407,7 @@ def test_what_hangs_is_in_no_cgroup_of_slurms_and_nobodys_child(hasty: Step, par
     assert (int(group), int(session)) == (pid, pid)
 
 
-def test_inode_that_is_held_again_and_again_shows_the_copy_or_the_source(
+def test_repeatedly_held_inode_shows_the_copy_or_the_source(
     hasty: Step, park: Park, point: Path
 ) -> None:
     park(hasty.image, "read", ms=40)

@@ -106,7 +106,7 @@ def command(step: Step) -> Command:
 
 
 @pytest.mark.parametrize("context", ["local", "allocator"])
-def test_all_words_reach_the_prologs_in_their_order(command: Command, context: str) -> None:
+def test_stage_options_reach_the_prologs_in_their_order(command: Command, context: str) -> None:
     given = ["--stage=/a.sqsh", "--stage=/b c,d%20.sqsh", "--stage-wait=5m", "--stage-tell"]
     done = command.run(*given, "--stage-dir=9GiB,ram", "--stage=/e@job", context=context)
     assert done.words == [
@@ -118,20 +118,22 @@ def test_all_words_reach_the_prologs_in_their_order(command: Command, context: s
     assert (done.code, done.errors, done.said) == (0, [], [])
 
 
-def test_job_without_the_option_hands_over_nothing_and_asks_nobody(command: Command) -> None:
+def test_job_without_stage_options_sets_no_variable_and_runs_no_check(command: Command) -> None:
     done = command.run()
     assert (done.words, done.environment) == ([[]], [])
     assert command.asked == []
 
 
-def test_parts_of_a_job_have_each_their_own(command: Command) -> None:
+def test_words_of_each_part_of_a_het_job_reach_only_the_prologs_of_that_part(
+    command: Command,
+) -> None:
     done = command.run("--stage=/a", "--stage-wait=5m", ":", "--stage=/b", ":", ":", "--stage=/c")
     assert done.words == [["stage=/a", "stage-wait=5m"], ["stage=/b"], [], ["stage=/c"]]
 
 
 @pytest.mark.parametrize("context", ["local", "allocator"])
 @pytest.mark.parametrize("name", [SLURMS, f"{SLURMS}_wait", f"{SLURMS}_dir", f"{SLURMS}_tell"])
-def test_option_of_an_earlier_submission_is_not_inherited(
+def test_stage_option_variable_of_an_earlier_submission_is_not_inherited(
     command: Command, name: str, context: str
 ) -> None:
     command.environ = {f"SLURM_SPANK_{name}": "/parents", name: "/parents"}
@@ -140,17 +142,17 @@ def test_option_of_an_earlier_submission_is_not_inherited(
     assert command.run("--stage=/own", context=context).words == [["stage=/own"]]
 
 
-def test_variable_of_an_earlier_submission_is_not_inherited(command: Command) -> None:
+def test_stage_words_variable_of_an_earlier_submission_is_not_inherited(command: Command) -> None:
     command.environ = {"SLURM_SPANK_FORESTAGE_STAGE": "stage=/parents\n"}
     assert command.run().environment == []
 
 
-def test_job_leaves_nothing_of_slurms_own_for_those_that_it_submits(command: Command) -> None:
+def test_job_environment_has_no_slurm_option_variable_after_submission(command: Command) -> None:
     left = command.run("--stage=/a", "--stage-tell").environment
     assert [one for one in left if "OPTION" in one] == []
 
 
-def test_words_are_checked_at_once_for_each_part(command: Command) -> None:
+def test_stage_options_of_each_het_job_part_are_checked_by_one_call(command: Command) -> None:
     command.run("--stage=/a b", "--stage-tell", ":", "--stage=/c")
     assert command.asked == [
         *("hints", "--", "stage=/a b", "stage-tell=yes"),
@@ -159,7 +161,7 @@ def test_words_are_checked_at_once_for_each_part(command: Command) -> None:
 
 
 @pytest.mark.parametrize("context", ["local", "allocator"])
-def test_refused_words_are_not_submitted_and_each_reason_is_said(
+def test_job_with_refused_stage_options_is_not_submitted_and_each_reason_is_printed(
     command: Command, context: str
 ) -> None:
     command.answers(f"echo --stage=x: one; echo another; exit {REFUSED}")
@@ -168,7 +170,7 @@ def test_refused_words_are_not_submitted_and_each_reason_is_said(
     assert (done.code, done.prologs) == (1, [])
 
 
-def test_refusal_ends_as_the_user_wants_slurms_errors_to_end(command: Command) -> None:
+def test_refused_stage_option_exits_with_the_code_of_slurm_exit_error(command: Command) -> None:
     command.answers(f"echo no; exit {REFUSED}")
     command.environ = {"SLURM_EXIT_ERROR": "77"}
     assert command.run("--stage=x").code == 77
@@ -185,14 +187,16 @@ def test_refusal_ends_as_the_user_wants_slurms_errors_to_end(command: Command) -
         "exec >&-; exit 0",
     ],
 )
-def test_check_that_fails_lets_the_job_be_submitted(command: Command, answer: str) -> None:
+def test_failing_check_of_stage_options_does_not_prevent_submission(
+    command: Command, answer: str
+) -> None:
     command.answers(answer)
     done = command.run("--stage=/a")
     assert (done.code, done.words, done.errors) == (0, [["stage=/a"]], [])
 
 
 @pytest.mark.parametrize("hangs", ["sleep 600", "exec >&-; sleep 600", "yes"])
-def test_check_that_does_not_end_lets_the_job_be_submitted(
+def test_hanging_check_of_stage_options_does_not_prevent_submission(
     command: Command, hasty: Step, hangs: str
 ) -> None:
     assert command.step is hasty
@@ -202,20 +206,24 @@ def test_check_that_does_not_end_lets_the_job_be_submitted(
 
 
 @pytest.mark.parametrize("missing", ["gone", "not executable"])
-def test_check_that_is_not_there_lets_the_job_be_submitted(command: Command, missing: str) -> None:
+def test_missing_check_of_stage_options_does_not_prevent_submission(
+    command: Command, missing: str
+) -> None:
     command.step.helper.unlink()
     if missing != "gone":
         command.step.helper.write_text("#!/bin/sh\n")
     assert command.run("--stage=/a").words == [["stage=/a"]]
 
 
-def test_companion_with_a_wrong_argument_hands_over_and_checks_nothing(command: Command) -> None:
+def test_companion_with_an_invalid_argument_passes_stage_options_unchecked(
+    command: Command,
+) -> None:
     command.answers(f"echo no; exit {REFUSED}")
     done = command.run("arg=helpr=/x", "--stage=/a")
     assert (done.words, done.errors) == ([["stage=/a"]], [])
 
 
-def test_check_knows_nothing_of_the_users_environment(command: Command) -> None:
+def test_check_of_stage_options_gets_no_variable_of_the_user(command: Command) -> None:
     command.answers(f"env >{command.step.folder}/env; exit 0")
     command.environ = {"PYTHONHOME": "/wrong", "LD_PRELOAD": "", "SECRET": "x"}
     command.run("--stage=/a")
@@ -230,7 +238,9 @@ def test_check_knows_nothing_of_the_users_environment(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOBID"])
-def test_step_in_an_allocation_hears_once_that_it_is_too_late(command: Command, name: str) -> None:
+def test_stage_option_of_a_step_is_reported_once_as_too_late_and_ignored(
+    command: Command, name: str
+) -> None:
     command.answers(f"echo no; exit {REFUSED}")
     command.environ = {name: "7"}
     done = command.run("--stage=./x", ":", "--stage-tell", context="local")
@@ -240,12 +250,12 @@ def test_step_in_an_allocation_hears_once_that_it_is_too_late(command: Command, 
     assert command.run(context="local").said == []
 
 
-def test_sbatch_within_a_job_makes_one(command: Command) -> None:
+def test_sbatch_within_a_job_passes_its_stage_options(command: Command) -> None:
     command.environ = {"SLURM_JOB_ID": "7"}
     assert command.run("--stage=/a").words == [["stage=/a"]]
 
 
-def test_more_than_a_prologs_environment_may_hold_is_refused(command: Command) -> None:
+def test_stage_options_above_16384_bytes_are_refused(command: Command) -> None:
     # execve(2) takes 128 KiB in one variable: a Prolog that cannot be started drains its node.
     done = command.run(*[f"--stage=/{'x' * 4000}"] * 5)
     assert (done.code, done.prologs) == (1, [])
@@ -255,7 +265,7 @@ def test_more_than_a_prologs_environment_may_hold_is_refused(command: Command) -
 
 
 @pytest.mark.parametrize("option", ["--stage=/a\n/l.sqsh", "--stage-dir=5GiB\n"])
-def test_value_that_holds_a_newline_is_refused_by_its_options_name(
+def test_stage_option_value_with_a_newline_is_refused_by_the_options_name(
     command: Command, option: str
 ) -> None:
     # Else what comes after it would be a word of its own, and be told as one that is not known.
@@ -278,7 +288,7 @@ PART = st.lists(OPTION, max_size=8)
 @example([[(b"stage", b"")], [(b"stage", b"\n")], [(b"stage-dir", b"=" * 16373)]])
 @example([[(b"stage", b"x" * (MAX_OPTION - 7))]])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_are_handed_over_as_they_are_or_refused(
+def test_stage_options_of_any_bytes_are_passed_unchanged_or_refused(
     program: Path, parts: list[list[tuple[bytes, bytes]]]
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="forestage-spank-") as folder:

@@ -75,7 +75,7 @@ def record(step: Step) -> str:
     return LeaseDirectory(LEASES).shown(JOB).read_text()
 
 
-def test_copy_shows_without_a_helper(noted: Step) -> None:
+def test_recorded_copy_is_redirected_without_a_helper(noted: Step) -> None:
     ran = noted.run("tasks=2", f"task=stat -c %i {noted.image}")
     assert ran.out.split() == [str(noted.entry().stat().st_ino)] * 2
     assert noted.asked() == 0
@@ -109,7 +109,7 @@ def openings(file: Path) -> int:
     return found
 
 
-def test_record_that_the_prolog_has_not_made_yet_is_waited_for(noted: Step) -> None:
+def test_step_waits_for_the_record_of_a_running_prolog_and_starts_no_helper(noted: Step) -> None:
     LeaseDirectory(LEASES).shown(JOB).unlink()
     with ThreadPoolExecutor(1) as pool:
         with prolog_at_work() as mark:
@@ -121,14 +121,14 @@ def test_record_that_the_prolog_has_not_made_yet_is_waited_for(noted: Step) -> N
     assert noted.asked() == 0
 
 
-def test_prolog_that_does_not_end_has_the_helper_asked(noted: Step) -> None:
+def test_step_starts_the_helper_if_the_prolog_does_not_end(noted: Step) -> None:
     LeaseDirectory(LEASES).shown(JOB).unlink()
     with prolog_at_work():
         ran = noted.run(f"task=stat -c %i {noted.image}")
     assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
 
 
-def test_such_a_step_is_an_event_and_writes_nothing_to_the_cache(noted: Step) -> None:
+def test_step_without_a_helper_records_an_event_and_does_not_touch_the_entry(noted: Step) -> None:
     noted.run()
     (event,) = events.read(NodePaths(noted.folder).events)
     assert event is not None
@@ -158,7 +158,7 @@ def frozen(private_mounts: None, noted: Step) -> Iterator[Step]:
     subprocess.run(["umount", "--lazy", cache], check=True)
 
 
-def test_step_whose_cache_takes_no_writes_has_its_copy_and_leaves_no_child(frozen: Step) -> None:
+def test_step_without_a_helper_gets_its_copy_from_a_frozen_disk(frozen: Step) -> None:
     ran = frozen.run("tasks=2", f"task=stat -c %i {frozen.image}")
     assert ran.out.split() == [str(frozen.entry().stat().st_ino)] * 2
     assert frozen.asked() == 0
@@ -166,7 +166,7 @@ def test_step_whose_cache_takes_no_writes_has_its_copy_and_leaves_no_child(froze
     assert len(list(events.read(NodePaths(frozen.folder).events))) == 1
 
 
-def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
+def test_read_through_file_is_mounted_without_a_helper_during_the_copy(
     noted: Step, keeper: Keeper
 ) -> None:
     keeper("clones")
@@ -181,7 +181,7 @@ def test_served_file_shows_without_a_helper_while_the_copy_goes_on(
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_keeper_that_is_gone_asks_the_helper(noted: Step, left: bool) -> None:
+def test_step_starts_the_helper_if_its_keeper_is_gone(noted: Step, left: bool) -> None:
     noted.place.mkdir(mode=0o700, parents=True)
     if left:  # as one that was killed leaves it
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -192,7 +192,7 @@ def test_keeper_that_is_gone_asks_the_helper(noted: Step, left: bool) -> None:
     assert not NodePaths(noted.folder).events.exists()
 
 
-def test_event_begins_a_line_of_its_own(noted: Step) -> None:
+def test_event_of_a_step_without_a_helper_starts_on_a_new_line(noted: Step) -> None:
     log = NodePaths(noted.folder).events
     log.write_text('{"cut": "sho')
     noted.run()
@@ -209,7 +209,9 @@ def own(noted: Step) -> Path:
     return file
 
 
-def test_such_a_step_is_told_to_its_user_in_the_same_words(noted: Step, own: Path) -> None:
+def test_event_of_a_step_without_a_helper_is_also_written_to_the_users_file(
+    noted: Step, own: Path
+) -> None:
     noted.run()
     assert own.read_bytes() == NodePaths(noted.folder).events.read_bytes()
     own.write_text('{"cut": "sho')
@@ -217,14 +219,14 @@ def test_such_a_step_is_told_to_its_user_in_the_same_words(noted: Step, own: Pat
     assert [bool(event) for event in events.read(own)] == [True]
 
 
-def test_users_file_is_made_by_no_companion(noted: Step) -> None:
+def test_companion_does_not_create_a_users_event_file(noted: Step) -> None:
     noted.run()
     assert len(list(events.read(NodePaths(noted.folder).events))) == 1
     assert not (MARK.parent / "users").exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "another owner's"])
-def test_what_is_in_place_of_a_users_file_is_not_written_to(
+def test_companion_does_not_write_to_a_link_fifo_or_foreign_file_as_users_event_file(
     noted: Step, own: Path, kind: str
 ) -> None:
     other = noted.folder / "elsewhere"
@@ -241,7 +243,7 @@ def test_what_is_in_place_of_a_users_file_is_not_written_to(
     assert len(list(events.read(NodePaths(noted.folder).events))) == 1
 
 
-def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) -> None:
+def test_full_event_file_of_a_user_frees_its_oldest_blocks(noted: Step, own: Path) -> None:
     own.write_bytes((b"x" * 511 + b"\n") * (2 * user_files.USER_FILE_BYTES // 512))
     size, inode = own.stat().st_size, own.stat().st_ino
     noted.run()
@@ -253,7 +255,7 @@ def test_users_file_that_is_full_gives_its_front_back(noted: Step, own: Path) ->
     ] == [JOB]
 
 
-def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
+def test_companion_does_not_follow_a_link_in_place_of_the_event_log(noted: Step) -> None:
     NodePaths(noted.folder).events.symlink_to(noted.folder / "elsewhere")
     noted.run()
     assert noted.asked() == 0
@@ -261,7 +263,7 @@ def test_link_in_place_of_the_log_is_not_followed(noted: Step) -> None:
 
 
 @pytest.mark.parametrize("result", ["hit", "through"])
-def test_environment_says_what_a_helper_would_say(
+def test_step_without_a_helper_sets_the_result_and_path_variables(
     noted: Step, keeper: Keeper, result: OutcomeResult
 ) -> None:
     if result == "through":
@@ -274,7 +276,7 @@ def test_environment_says_what_a_helper_would_say(
     }  # fmt: skip
 
 
-def test_relative_path_is_that_of_its_folder(noted: Step) -> None:
+def test_recorded_relative_path_is_used_only_in_its_folder(noted: Step) -> None:
     folder = noted.image.parent
     note(noted, f"{folder}/./img.sqsh")
     ran = noted.run(f"cwd={folder}", image="./img.sqsh")
@@ -327,14 +329,16 @@ UNUSUAL = {
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("work", UNUSUAL)
-def test_what_is_unusual_asks_the_helper(noted: Step, work: str) -> None:
+def test_step_starts_the_helper_if_record_lease_source_or_entry_has_changed(
+    noted: Step, work: str
+) -> None:
     noted.answers("leave\tas the test wants it")
     noted.run(f"before={UNUSUAL[work].format(noted.folder, key=KEY, leases=LEASES, huge=10**15)}")
     assert noted.asked() == 1
     assert not NodePaths(noted.folder).events.exists()
 
 
-def test_step_that_saves_asks_the_helper(noted: Step) -> None:
+def test_recorded_step_that_saves_a_container_starts_the_helper(noted: Step) -> None:
     noted.run(f"save={noted.folder}/save.sqsh")
     assert noted.asked() == 1
 
@@ -352,7 +356,7 @@ def test_step_that_saves_asks_the_helper(noted: Step) -> None:
         (["DATA=/a", "XDG_CONFIG_HOME="], 1),
     ],
 )
-def test_step_with_another_variable_that_counts_asks_the_helper(
+def test_step_starts_the_helper_if_a_recorded_variable_differs(
     noted: Step, said: list[str], asks: int
 ) -> None:
     file = LeaseDirectory(LEASES).shown(JOB)
@@ -361,7 +365,7 @@ def test_step_with_another_variable_that_counts_asks_the_helper(
     assert noted.asked() == asks
 
 
-def test_step_with_another_enroot_asks_the_helper(noted: Step) -> None:
+def test_step_starts_the_helper_if_its_path_variable_finds_another_enroot(noted: Step) -> None:
     program = noted.folder / "bin/enroot"
     program.parent.mkdir()
     program.write_text("")
@@ -377,7 +381,7 @@ def test_step_with_another_enroot_asks_the_helper(noted: Step) -> None:
     assert noted.asked() == 1
 
 
-def test_files_of_the_users_are_looked_at_as_the_user(noted: Step) -> None:
+def test_recorded_files_of_the_user_are_checked_with_the_users_rights(noted: Step) -> None:
     own = noted.folder / "shared/.config"
     own.mkdir(mode=0o700)
     os.utime(own, (1, 1))
@@ -397,17 +401,17 @@ def test_files_of_the_users_are_looked_at_as_the_user(noted: Step) -> None:
 
 
 @pytest.mark.parametrize("flag", ["container-mount-home", "no-container-mount-home"])
-def test_step_that_says_what_becomes_of_its_home_asks_the_helper(noted: Step, flag: str) -> None:
+def test_step_with_a_mount_home_flag_starts_the_helper(noted: Step, flag: str) -> None:
     noted.run(f"flag={flag}")
     assert noted.asked() == 1
 
 
-def test_step_beside_its_manager_asks_the_helper(noted: Step) -> None:
+def test_contained_step_starts_the_helper_despite_its_record(noted: Step) -> None:
     noted.run("contained=1")
     assert noted.asked() == 1
 
 
-def test_record_of_another_user_asks_the_helper(noted: Step) -> None:
+def test_step_starts_the_helper_if_the_record_is_for_another_user(noted: Step) -> None:
     note(noted, uid=UID + 1)
     (line,) = [one for one in record(noted).splitlines() if f"\t{UID}\t" in one]
     text = record(noted).replace(line + "\n", "")
@@ -416,7 +420,7 @@ def test_record_of_another_user_asks_the_helper(noted: Step) -> None:
     assert noted.asked() == 1
 
 
-def test_source_that_hangs_does_not_hold_up_the_step_manager(noted: Step, keeper: Keeper) -> None:
+def test_hanging_source_does_not_block_the_step_manager(noted: Step, keeper: Keeper) -> None:
     keeper("hangs")
     noted.answers("leave\tas the test wants it")
     noted.run(f"before={shown_before(noted)}")

@@ -10,7 +10,7 @@ from companion import OLD_KEY, OLDER_KERNEL, SERVED, Keeper, Step, shown_before
 from test_bind import options
 
 
-def test_file_that_is_served_shows_read_only_in_each_task(step: Step, keeper: Keeper) -> None:
+def test_read_through_file_is_mounted_read_only_in_each_task(step: Step, keeper: Keeper) -> None:
     keeper("clones")
     ran = step.run("tasks=4", f"task=cat {step.image}; echo new 2>/dev/null > {step.image}; true")
     assert ran.out == 4 * SERVED
@@ -21,7 +21,9 @@ def test_file_that_is_served_shows_read_only_in_each_task(step: Step, keeper: Ke
     assert ran.logged == ""
 
 
-def test_program_of_the_task_inherits_nothing(step: Step, keeper: Keeper) -> None:
+def test_tasks_program_inherits_no_descriptor_of_the_read_through_mount(
+    step: Step, keeper: Keeper
+) -> None:
     keeper("clones")
     alone = step.run("task=ls -l /proc/self/fd | wc -l", image="").out
     ran = step.run("task=ls -l /proc/self/fd | wc -l")
@@ -30,7 +32,9 @@ def test_program_of_the_task_inherits_nothing(step: Step, keeper: Keeper) -> Non
 
 
 @pytest.mark.parametrize("contained", ["", "contained=1"])
-def test_task_need_not_see_the_socket(step: Step, keeper: Keeper, contained: str) -> None:
+def test_task_that_does_not_see_the_socket_reads_through_unless_contained(
+    step: Step, keeper: Keeper, contained: str
+) -> None:
     keeper("clones")
     hidden = f"between=mv {step.place}/sock {step.folder}/sock"
     ran = step.run(hidden, f"task=cat {step.image}", *filter(None, [contained]))
@@ -40,7 +44,9 @@ def test_task_need_not_see_the_socket(step: Step, keeper: Keeper, contained: str
         assert ran.out == SERVED
 
 
-def test_contained_task_connects_by_itself(step: Step, keeper: Keeper) -> None:
+def test_contained_task_connects_to_the_read_through_keeper_itself(
+    step: Step, keeper: Keeper
+) -> None:
     keeper("clones")
     assert step.run("contained=1", f"task=cat {step.image}").out == SERVED
 
@@ -53,7 +59,7 @@ def test_contained_task_connects_by_itself(step: Step, keeper: Keeper) -> None:
         ("another", "another file is served"),
     ],
 )
-def test_path_stays_where_the_keeper_does_not_help(
+def test_task_reads_the_source_if_the_keeper_refuses_is_silent_or_serves_another_file(
     step: Step, keeper: Keeper, manner: str, why: str
 ) -> None:
     keeper(manner)
@@ -64,7 +70,7 @@ def test_path_stays_where_the_keeper_does_not_help(
     assert len(ran.said) == 1
 
 
-def test_path_stays_where_the_kernel_has_no_mount_api_and_a_hit_shows(
+def test_task_on_a_kernel_without_mount_api_reads_the_source_and_a_hit_is_redirected(
     step: Step, keeper: Keeper
 ) -> None:
     """Linux before 5.2. The keeper's own kernel refuses clones then (tests/faults)."""
@@ -77,7 +83,7 @@ def test_path_stays_where_the_kernel_has_no_mount_api_and_a_hit_shows(
     assert step.run(f"task=stat -c %i {step.image}").out == f"{step.entry().stat().st_ino}\n"
 
 
-def test_keeper_that_does_not_answer_is_waited_for_once(step: Step, keeper: Keeper) -> None:
+def test_silent_keeper_is_waited_for_only_once_per_step(step: Step, keeper: Keeper) -> None:
     # And what it may answer later is not taken for an answer to the next task.
     keeper("silent")
     ran = step.run("tasks=3")
@@ -85,14 +91,16 @@ def test_keeper_that_does_not_answer_is_waited_for_once(step: Step, keeper: Keep
     assert ran.logged.count("Broken pipe") == 2
 
 
-def test_path_stays_without_a_keeper(step: Step) -> None:
+def test_task_reads_the_source_if_there_is_no_keeper(step: Step) -> None:
     step.answers(step.through())
     ran = step.run(f"task=cat {step.image}")
     assert "no process serves its copy" in ran.logged
     assert ran.out == "the image\n"
 
 
-def test_file_that_the_user_cannot_open_is_not_shown(step: Step, keeper: Keeper) -> None:
+def test_read_through_file_that_the_user_cannot_open_is_not_mounted(
+    step: Step, keeper: Keeper
+) -> None:
     (step.place / "bytes").chmod(0o400)
     keeper("clones")
     ran = step.run(f"task=cat {step.image}")
@@ -101,7 +109,9 @@ def test_file_that_the_user_cannot_open_is_not_shown(step: Step, keeper: Keeper)
 
 
 @pytest.mark.parametrize("number", ["ino", "size", "m", "c"])
-def test_another_file_than_the_served_one_stays(step: Step, keeper: Keeper, number: str) -> None:
+def test_file_that_differs_from_the_served_identity_is_not_covered(
+    step: Step, keeper: Keeper, number: str
+) -> None:
     keeper("clones")
     step.answers(step.through(**{number: 5}))
     ran = step.run(f"task=cat {step.image}")
@@ -110,7 +120,7 @@ def test_another_file_than_the_served_one_stays(step: Step, keeper: Keeper, numb
 
 
 @pytest.mark.parametrize("answer", [Step.use, Step.through])
-def test_file_that_is_served_there_already_is_kept(
+def test_read_through_file_already_mounted_is_kept(
     step: Step, keeper: Keeper, answer: Callable[[Step], str]
 ) -> None:
     keeper("clones")
@@ -121,7 +131,7 @@ def test_file_that_is_served_there_already_is_kept(
     assert "shared:" in ran.mounts[0]  # no namespace was needed
 
 
-def test_served_file_of_an_older_image_is_taken_off_for_the_task_alone(
+def test_read_through_file_of_an_older_image_is_unmounted_in_the_task(
     step: Step, keeper: Keeper
 ) -> None:
     keeper("another")
@@ -132,7 +142,7 @@ def test_served_file_of_an_older_image_is_taken_off_for_the_task_alone(
     assert root.endswith("/image")
 
 
-def test_older_copy_gives_way_to_the_served_file(step: Step, keeper: Keeper) -> None:
+def test_older_copy_is_replaced_by_the_read_through_file(step: Step, keeper: Keeper) -> None:
     keeper("clones")
     older = shlex.join(["mount", "--bind", str(step.entry(OLD_KEY)), str(step.image)])
     ran = step.run(f"before={older}", f"task=cat {step.image}")

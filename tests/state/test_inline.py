@@ -149,11 +149,15 @@ def machine(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("examples", [11, pytest.param(34, marks=pytest.mark.ci)])
-def test_no_order_of_events_breaks_a_promise(machine: type[Inline], examples: int) -> None:
+def test_random_order_of_events_breaks_no_invariant_of_the_node(
+    machine: type[Inline], examples: int
+) -> None:
     few(machine, examples, steps=30)
 
 
-def test_lease_whose_epilog_ran_meanwhile_does_not_come_back(machine: type[Inline]) -> None:
+def test_lease_use_dropped_by_an_epilog_during_the_next_prolog_is_not_restored(
+    machine: type[Inline],
+) -> None:
     life = machine()
     life.prolog(4, ["one"])
     life.mishap = Mishap("copied", 1, lambda: life.epilog(4))
@@ -164,5 +168,5 @@ def test_lease_whose_epilog_ran_meanwhile_does_not_come_back(machine: type[Inlin
 
 
 @pytest.mark.long
-def test_no_order_of_events_whatever_breaks_a_promise(machine: type[Inline]) -> None:
+def test_many_random_orders_of_events_break_no_invariant_of_the_node(machine: type[Inline]) -> None:
     many(machine, steps=60, minutes=3, batch=25)

@@ -20,10 +20,14 @@ def machine(node: Node, tmp_path: Path) -> Iterator[Machine]:
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(11, marks=pytest.mark.ci)])
-def test_no_order_of_events_breaks_a_promise(machine: Machine, examples: int) -> None:
+def test_random_order_of_events_with_processes_breaks_no_invariant_of_the_node(
+    machine: Machine, examples: int
+) -> None:
     few_of_processes(machine, examples, steps=15)
 
 
 @pytest.mark.long
-def test_no_order_of_events_whatever_breaks_a_promise(machine: Machine) -> None:
+def test_many_random_orders_of_events_with_processes_break_no_invariant_of_the_node(
+    machine: Machine,
+) -> None:
     many(machine, steps=30, minutes=5)

@@ -52,7 +52,9 @@ def fetchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     return importlib.import_module("fetchers")
 
 
-def test_paths_come_in_order_as_local_copies(job: Path, data_set: list[Path]) -> None:
+def test_window_yields_local_copies_in_the_order_of_the_paths(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=8 * SIZE)
     for source, local in zip(data_set, shards, strict=True):
         assert job in Path(local).parents
@@ -62,7 +64,9 @@ def test_paths_come_in_order_as_local_copies(job: Path, data_set: list[Path]) ->
     assert shards.stats.rate > 0
 
 
-def test_path_stays_until_its_consumer_is_keep_further(job: Path, data_set: list[Path]) -> None:
+def test_window_copy_stays_until_the_consumer_is_keep_paths_further(
+    job: Path, data_set: list[Path]
+) -> None:
     given: list[str] = []
     for local in window(data_set, room=4 * SIZE, ahead=1, keep=3):
         given.append(local)
@@ -70,7 +74,9 @@ def test_path_stays_until_its_consumer_is_keep_further(job: Path, data_set: list
     assert not any(map(os.path.exists, given[:10]))
 
 
-def test_second_epoch_copies_only_what_did_not_fit(job: Path, data_set: list[Path]) -> None:
+def test_second_epoch_of_a_window_copies_only_files_that_did_not_fit(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=10 * SIZE, ahead=2)
     list(shards)
     first = shards.stats.copied
@@ -80,7 +86,9 @@ def test_second_epoch_copies_only_what_did_not_fit(job: Path, data_set: list[Pat
     assert shards.stats.local == 40
 
 
-def test_end_of_an_epoch_copies_the_beginning_of_the_next(job: Path, data_set: list[Path]) -> None:
+def test_end_of_an_epoch_copies_the_first_files_of_the_next_epoch(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=4 * SIZE, ahead=2)
     list(shards)
     stalls = shards.stats.stalls
@@ -88,7 +96,7 @@ def test_end_of_an_epoch_copies_the_beginning_of_the_next(job: Path, data_set: l
     assert shards.stats.stalls <= stalls + 1  # its copy may be on the way
 
 
-def test_local_lists_what_is_there(job: Path, data_set: list[Path]) -> None:
+def test_window_local_lists_the_copies_that_exist(job: Path, data_set: list[Path]) -> None:
     shards = window(data_set, room=10 * SIZE, wrap=False)
     assert shards.local() == {}
     last = list(shards)[-1]
@@ -98,7 +106,7 @@ def test_local_lists_what_is_there(job: Path, data_set: list[Path]) -> None:
     assert all(Path(local).read_bytes() == Path(path).read_bytes() for path, local in there.items())
 
 
-def test_file_that_is_open_takes_room_after_it_was_unlinked(
+def test_deleted_copy_that_is_still_open_counts_against_the_windows_room(
     job: Path, data_set: list[Path]
 ) -> None:
     shards = window(data_set, room=2 * SIZE, ahead=0)
@@ -113,20 +121,22 @@ def test_file_that_is_open_takes_room_after_it_was_unlinked(
     assert next(paths) != str(data_set[4])
 
 
-def test_file_larger_than_the_room_is_read_where_it_is(job: Path, data_set: list[Path]) -> None:
+def test_file_larger_than_the_windows_room_is_yielded_by_its_source_path(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=SIZE - 1)
     assert list(shards) == list(map(str, data_set))
     assert "larger than the room" in shards.stats.trouble
 
 
-def test_smallest_room_that_was_given_counts(job: Path, data_set: list[Path]) -> None:
+def test_windows_of_one_job_share_the_smallest_room(job: Path, data_set: list[Path]) -> None:
     shards, small = window(data_set, room=20 * SIZE), window((), room=3 * SIZE)
     for _ in shards:
         assert usage(job) <= 3 * SIZE
     small.close()
 
 
-def test_changed_source_is_read_where_it_is_and_then_copied_again(
+def test_changed_source_is_yielded_once_by_its_own_path_and_then_copied_again(
     job: Path, data_set: list[Path]
 ) -> None:
     shards = window(data_set[:3], room=8 * SIZE)
@@ -137,7 +147,7 @@ def test_changed_source_is_read_where_it_is_and_then_copied_again(
     assert Path(list(shards)[1]).read_bytes() == b"new"
 
 
-def test_source_that_is_gone_comes_as_it_was_given(job: Path, data_set: list[Path]) -> None:
+def test_missing_source_is_yielded_by_the_given_path(job: Path, data_set: list[Path]) -> None:
     data_set[1].unlink()
     shards = window(data_set, room=8 * SIZE)
     assert list(shards)[1] == str(data_set[1])
@@ -145,7 +155,7 @@ def test_source_that_is_gone_comes_as_it_was_given(job: Path, data_set: list[Pat
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "unreadable"])
-def test_what_is_no_readable_file_comes_as_it_was_given(
+def test_fifo_directory_or_unreadable_source_is_yielded_by_the_given_path(
     job: Path, data_set: list[Path], kind: str
 ) -> None:
     odd = data_set[0].with_name("odd")
@@ -160,7 +170,7 @@ def test_what_is_no_readable_file_comes_as_it_was_given(
     assert shards.stats.trouble
 
 
-def test_names_of_any_bytes(job: Path, data_set: list[Path]) -> None:
+def test_source_name_of_any_bytes_gets_an_ascii_local_name(job: Path, data_set: list[Path]) -> None:
     odd = os.fsencode(data_set[0].parent) + b"/\xff\n \xc3\xa4.tar"
     Path(os.fsdecode(odd)).write_bytes(b"odd")
     (local,) = window([odd], room=SIZE)
@@ -169,7 +179,9 @@ def test_names_of_any_bytes(job: Path, data_set: list[Path]) -> None:
     assert local.endswith(".tar")
 
 
-def test_empty_file_and_path_that_comes_twice(job: Path, data_set: list[Path]) -> None:
+def test_empty_file_and_repeated_path_each_get_one_local_copy(
+    job: Path, data_set: list[Path]
+) -> None:
     data_set[0].write_bytes(b"")
     paths = [data_set[0], data_set[1], data_set[0], data_set[1]]
     locals_ = list(window(paths, room=8 * SIZE))
@@ -178,7 +190,9 @@ def test_empty_file_and_path_that_comes_twice(job: Path, data_set: list[Path]) -
 
 
 @pytest.mark.ci
-def test_a_hundred_thousand_paths(job: Path, data_set: list[Path]) -> None:
+def test_window_of_a_hundred_thousand_paths_yields_local_copies(
+    job: Path, data_set: list[Path]
+) -> None:
     folder = data_set[0].parent
     paths = [folder / f"{number}" for number in range(100_000)]
     for path in paths[:300]:
@@ -191,7 +205,7 @@ def test_a_hundred_thousand_paths(job: Path, data_set: list[Path]) -> None:
     assert len(shards) == 100_000
 
 
-def test_fetch_makes_the_copies(
+def test_fetch_function_makes_the_windows_copies(
     job: Path, data_set: list[Path], fetchers: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUCKET", str(data_set[0].parent))
@@ -208,7 +222,7 @@ def test_fetch_makes_the_copies(
         ("good", None, "give size="),
     ],
 )
-def test_fetch_that_fails_leaves_the_path_as_it_was(
+def test_failing_fetch_function_yields_the_given_path(
     job: Path, fetchers: object, name: str, size: int | None, said: str
 ) -> None:
     shards = window(["s3://bucket/a"], room="8M", fetch=getattr(fetchers, name), size=size)
@@ -217,7 +231,7 @@ def test_fetch_that_fails_leaves_the_path_as_it_was(
     assert usage(job) == 0
 
 
-def test_source_that_changes_while_it_is_copied_is_not_given_out(
+def test_source_changed_during_its_window_copy_is_yielded_by_its_own_path(
     job: Path, data_set: list[Path], fetchers: object
 ) -> None:
     shards = window(data_set[:1], room=8 * SIZE, fetch=fetchers.changing)  # type: ignore[attr-defined]
@@ -237,13 +251,15 @@ def test_source_that_changes_while_it_is_copied_is_not_given_out(
         ({"fetch": lambda source, target: None}, ValueError),
     ],
 )
-def test_wrong_argument_is_told(job: Path, change: dict[str, object], error: type) -> None:
+def test_invalid_window_argument_raises_type_or_value_error(
+    job: Path, change: dict[str, object], error: type
+) -> None:
     arguments: dict[str, object] = {"paths": [], "room": 1, **change}
     with pytest.raises(error):
         window(**arguments)  # type: ignore[arg-type]
 
 
-def test_function_of_a_script_is_refused(tmp_path: Path) -> None:
+def test_fetch_function_defined_in_a_script_is_refused(tmp_path: Path) -> None:
     """The script would have to run again, in the copier."""
     script = "from forestage_window import window\ndef f(a, b): ...\nwindow([], 1, fetch=f)"
     ran = subprocess.run(
@@ -260,7 +276,7 @@ def test_function_of_a_script_is_refused(tmp_path: Path) -> None:
     ("text", "size"),
     [("400GiB", 400 << 30), ("1.5k", 1536), (7, 7), ("2TB", 2 << 40), ("8 M", 8 << 20), ("0", 0)],
 )
-def test_size_is_read(text: str | int, size: int) -> None:
+def test_size_text_is_parsed_into_bytes(text: str | int, size: int) -> None:
     assert bytes_of(text) == size
 
 
@@ -272,7 +288,7 @@ def test_size_is_read(text: str | int, size: int) -> None:
         ({"FORESTAGE_DIR": "/job"}, "/other", "/other/forestage-window-job-7"),
     ],
 )
-def test_directory_is_that_of_the_job(
+def test_window_directory_is_below_forestage_dir_tmpdir_or_the_given_directory(
     environment: dict[str, str], directory: str | None, expected: str
 ) -> None:
     from forestage_window import directory_of
@@ -282,7 +298,7 @@ def test_directory_is_that_of_the_job(
     assert found != directory_of(directory, "b", {"SLURM_JOB_ID": "7", **environment})
 
 
-def test_window_in_memory_without_such_a_directory_is_on_the_disk_and_one_line_says_so(
+def test_window_in_memory_without_a_job_directory_in_memory_uses_the_disk_and_warns_once(
     job: Path, data_set: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {"room": 8 * SIZE, "where": "ram"}
@@ -292,7 +308,7 @@ def test_window_in_memory_without_such_a_directory_is_on_the_disk_and_one_line_s
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
-def test_window_in_the_jobs_directory_in_memory_is_there_without_a_warning(
+def test_window_in_memory_uses_the_job_directory_in_memory_without_a_warning(
     job: Path, data_set: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "none", job], check=True)
@@ -304,7 +320,7 @@ def test_window_in_the_jobs_directory_in_memory_is_there_without_a_warning(
         subprocess.run(["umount", "--lazy", job], check=True)
 
 
-def test_job_without_a_directory_reads_what_is_shared(
+def test_window_without_a_job_directory_yields_the_shared_paths(
     data_set: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FORESTAGE_DIR", raising=False)
@@ -316,7 +332,7 @@ def test_job_without_a_directory_reads_what_is_shared(
     assert "FORESTAGE_DIR" in shards.stats.trouble
 
 
-def test_closing_the_last_window_deletes_all(job: Path, data_set: list[Path]) -> None:
+def test_closing_the_last_window_deletes_its_copies(job: Path, data_set: list[Path]) -> None:
     one, two = window(data_set, room=8 * SIZE), window(data_set, room=8 * SIZE)
     next(iter(one))
     assert len(copiers(job)) == 1
@@ -353,11 +369,13 @@ def position(
         ([position(2), position(0)], {2: HELD, 0: HELD, 1: 1, 3: 1, 4: 2}),
     ],
 )
-def test_how_soon_files_are_needed(positions: list[_Position], expected: dict[int, int]) -> None:
+def test_near_computes_how_soon_each_file_is_needed(
+    positions: list[_Position], expected: dict[int, int]
+) -> None:
     assert {FILES.index(file): soon for file, soon in near(positions).items()} == expected
 
 
-def test_what_was_just_read_is_needed_last() -> None:
+def test_furthest_ranks_a_file_just_read_as_needed_last() -> None:
     at = [position(3)]
     distances = [furthest(file, at) for file in FILES]
     assert distances == [3, 4, 5, 6, 1, 2]
@@ -366,5 +384,5 @@ def test_what_was_just_read_is_needed_last() -> None:
     assert furthest(FILES[0], [*at, position(5)]) == 1
 
 
-def test_window_is_one_class() -> None:
+def test_window_function_is_the_class_window() -> None:
     assert window is Window

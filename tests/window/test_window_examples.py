@@ -64,7 +64,7 @@ def missing(name: str) -> bool:
     return False
 
 
-def test_data_loader_reads_local_copies(
+def test_torch_data_loader_example_reads_local_copies(
     job: Path,
     data_set: list[Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -81,7 +81,7 @@ def test_data_loader_reads_local_copies(
     assert len(copiers(job)) == 1
 
 
-def test_webdataset_reads_local_copies(
+def test_webdataset_example_reads_local_copies(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = [tmp_path / f"{number}.tar" for number in range(6)]

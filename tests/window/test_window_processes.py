@@ -116,7 +116,9 @@ def test_four_loaders_and_two_epochs_never_take_more_than_the_room(
     assert sum(int(str(one["local"])) for one in stats) >= 30
 
 
-def test_killed_copier_is_replaced_and_what_it_gave_stays(job: Path, data_set: list[Path]) -> None:
+def test_killed_copier_is_replaced_and_its_last_copies_stay(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=6 * SIZE, ahead=2, keep=2)
     paths, given = iter(shards), []
     for _ in range(5):
@@ -137,7 +139,7 @@ def test_killed_copier_is_replaced_and_what_it_gave_stays(job: Path, data_set: l
     assert list(job.iterdir()) == []
 
 
-def test_killed_copy_costs_its_file_at_most(
+def test_killed_fetch_process_leaves_only_its_own_file_uncopied(
     job: Path, data_set: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fetch says that it runs by its pid, and never ends by itself."""
@@ -166,7 +168,7 @@ def test_killed_copy_costs_its_file_at_most(
     assert (shards.stats.local, shards.stats.shared) == (19, 1)
 
 
-def test_fetch_dies_with_its_copier(
+def test_fetch_process_ends_with_its_copier(
     job: Path, data_set: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -193,7 +195,7 @@ def test_fetch_dies_with_its_copier(
     asking.join()
 
 
-def test_killed_loader_holds_nothing(
+def test_killed_loader_frees_the_room_of_its_copies(
     job: Path, data_set: list[Path], loaders: list[Loader]
 ) -> None:
     loaders.append(Loader(data_set, 2 * SIZE, ahead=0, keep=2))
@@ -224,7 +226,7 @@ def test_copier_ends_and_deletes_all_after_its_last_loader_was_killed(
     assert list(job.iterdir()) == []
 
 
-def test_what_is_left_when_all_were_killed_goes_with_the_next_window(
+def test_copies_left_by_killed_processes_are_deleted_by_the_next_window(
     job: Path, data_set: list[Path], loaders: list[Loader]
 ) -> None:
     loaders.append(Loader(data_set, 8 * SIZE))
@@ -242,7 +244,7 @@ def test_what_is_left_when_all_were_killed_goes_with_the_next_window(
     assert list(job.iterdir()) == []
 
 
-def test_directory_of_the_job_may_go_at_any_time(
+def test_window_yields_shared_paths_after_the_job_directory_was_deleted(
     job: Path, data_set: list[Path], tmp_path: Path
 ) -> None:
     """The Epilog renames it and deletes it."""
@@ -256,7 +258,7 @@ def test_directory_of_the_job_may_go_at_any_time(
     assert os.fspath(job) in shards.stats.trouble
 
 
-def test_stopped_copier_is_given_up(
+def test_stopped_copier_is_given_up_and_the_given_paths_are_yielded(
     job: Path, data_set: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = window(data_set, room=4 * SIZE)
@@ -271,7 +273,7 @@ def test_stopped_copier_is_given_up(
     os.kill(copier, signal.SIGCONT)
 
 
-def test_stopped_loader_stops_no_other(
+def test_stopped_loader_does_not_block_another_loader(
     job: Path, data_set: list[Path], loaders: list[Loader]
 ) -> None:
     loaders += [Loader(data_set, 8 * SIZE), Loader(data_set[::-1], 8 * SIZE)]
@@ -283,7 +285,9 @@ def test_stopped_loader_stops_no_other(
     assert loaders[0].rest()["local"] == 20
 
 
-def test_hostile_words_end_only_their_own_connection(job: Path, data_set: list[Path]) -> None:
+def test_invalid_message_to_the_copier_ends_only_its_own_connection(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=4 * SIZE)
     paths = iter(shards)
     next(paths)
@@ -299,7 +303,9 @@ def test_hostile_words_end_only_their_own_connection(job: Path, data_set: list[P
     assert all(job in Path(path).parents for path in paths)
 
 
-def test_forked_child_goes_on_with_a_connection_of_its_own(job: Path, data_set: list[Path]) -> None:
+def test_forked_child_continues_the_window_with_its_own_connection(
+    job: Path, data_set: list[Path]
+) -> None:
     shards = window(data_set, room=8 * SIZE)
     paths = iter(shards)
     next(paths)
@@ -323,7 +329,7 @@ def test_forked_child_goes_on_with_a_connection_of_its_own(job: Path, data_set: 
     assert shards.stats.shared == 0
 
 
-def test_forked_child_that_lives_on_does_not_hold_what_its_parent_held(
+def test_forked_child_holds_no_connection_of_its_parents_window(
     job: Path, data_set: list[Path]
 ) -> None:
     shards = window(data_set, room=8 * SIZE)
@@ -359,7 +365,9 @@ def read_all(shards: Window) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_window_goes_to_workers(job: Path, data_set: list[Path], method: str) -> None:
+def test_workers_of_a_process_pool_share_one_copier_of_the_window(
+    job: Path, data_set: list[Path], method: str
+) -> None:
     shards = window(data_set, room=8 * SIZE)
     context = multiprocessing.get_context(method)
     with context.Pool(3) as pool:
@@ -385,7 +393,7 @@ os._exit(3)
     the_copier(job)
 
 
-def test_full_disk_leaves_the_paths_as_they_were(
+def test_window_on_a_full_disk_yields_the_given_paths(
     private_mounts: None, job: Path, data_set: list[Path]
 ) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "small", job], check=True)
@@ -400,7 +408,7 @@ def test_full_disk_leaves_the_paths_as_they_were(
         subprocess.run(["umount", "--lazy", job], check=True)
 
 
-def test_directory_that_cannot_be_written_leaves_the_paths_as_they_were(
+def test_window_directory_that_cannot_be_written_yields_the_given_paths(
     tmp_path: Path, data_set: list[Path]
 ) -> None:
     (tmp_path / "file").touch()
@@ -410,7 +418,7 @@ def test_directory_that_cannot_be_written_leaves_the_paths_as_they_were(
 
 
 @pytest.mark.parametrize("kind", ["open to others", "link", "another user's"])
-def test_directory_that_is_not_the_users_alone_is_not_used(
+def test_window_directory_that_is_not_the_users_alone_is_not_used(
     job: Path, data_set: list[Path], tmp_path: Path, kind: str
 ) -> None:
     place = job / "forestage-window-job-7"
@@ -429,7 +437,7 @@ def test_directory_that_is_not_the_users_alone_is_not_used(
     assert "not a directory of this user alone" in shards.stats.trouble
 
 
-def test_long_directory_fits_a_sockets_address(
+def test_window_in_a_very_long_directory_path_yields_local_copies(
     tmp_path: Path, data_set: list[Path], job: Path
 ) -> None:
     deep = job / ("d" * 100) / ("e" * 100)
@@ -445,7 +453,9 @@ OLD = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")) + [
 
 @pytest.mark.ci
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.parent.parent.name)
-def test_other_pythons_that_are_here_run_it(job: Path, data_set: list[Path], python: Path) -> None:
+def test_window_runs_with_other_installed_python_versions(
+    job: Path, data_set: list[Path], python: Path
+) -> None:
     told = [str(python), "-c", "import sys; print(sys.version_info >= (3, 8))"]
     asked = subprocess.run(told, capture_output=True, text=True, check=False)
     if asked.stdout.strip() != "True":

@@ -218,7 +218,7 @@ FEATURES = (
             *("tests/alerts.yml", "tests/test_alerts.py"),
             (
                 "tests/faults/test_parked_look.py: "
-                "test_command_makes_no_name_in_a_directory_that_users_can_list"
+                "test_metrics_lock_is_acquired_while_a_user_locks_run_or_var_log"
             ),
             "src/forestage/commands/status.py: STATE_NAMES",
             "src/forestage/config/values.py: TEXTFILE",

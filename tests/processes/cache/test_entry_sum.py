@@ -148,7 +148,7 @@ def test_entry_sum_that_is_too_high_evicts_nothing_and_is_corrected(
 
 
 @pytest.mark.usefixtures("filled")
-def test_entry_sum_that_is_too_low_still_keeps_min_free_and_a_recount_corrects_it(
+def test_entry_sum_that_is_too_low_still_keeps_min_free_and_is_corrected_by_a_recount(
     cache: Cache, leases: LeaseDirectory, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key

@@ -1488,7 +1488,7 @@ def test_hook_named_without_a_directory_is_found_beside_slurm_conf_since_slurm_2
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_check_notes_the_peer_nodes_whose_names_do_not_resolve(
+def test_check_notes_peer_nodes_with_unresolvable_names(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
     """By root's own list where there is one; a name service that hangs is no answer."""

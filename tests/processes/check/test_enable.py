@@ -521,7 +521,7 @@ def test_enable_does_not_propose_a_unit_that_is_already_enabled(
     assert f"enable --now {TIMER} (" in Site(tmp_path).run("enable", SLURM_CONF).stdout
 
 
-def test_masked_unit_stays_off_and_the_others_start(
+def test_enable_starts_other_units_though_one_unit_is_masked(
     slurm: Slurm, tmp_path: Path, systemctl: Systemctl
 ) -> None:
     systemctl.masked = {TIMER}
@@ -641,7 +641,7 @@ def of_disk(slurm: Slurm) -> list[LineChange]:
     return plan.disk
 
 
-def test_enable_prints_slurm_lines_for_the_caches_disk_without_requiring_them(
+def test_enable_prints_optional_slurm_lines_for_the_caches_disk(
     slurm: Slurm,
 ) -> None:
     assert of_disk(slurm) == [

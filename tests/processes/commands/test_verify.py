@@ -481,7 +481,7 @@ def test_bad_entry_is_evicted_though_its_redirect_cannot_be_unmounted(
     assert path.read_bytes() == content()
 
 
-def test_error_in_one_entry_does_not_stop_verify_of_the_others(
+def test_error_in_one_entry_does_not_stop_verify_of_other_entries(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [node.put(f"{name}.sqsh", content(seed)) for seed, name in enumerate("abc", 1)]
@@ -506,7 +506,7 @@ def test_error_in_one_entry_does_not_stop_verify_of_the_others(
     assert len(node.entries()) == 3
 
 
-def test_entry_whose_image_cannot_be_opened_is_evicted_by_verify(
+def test_entry_with_an_image_that_cannot_be_opened_is_evicted_by_verify(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = node.put("a.sqsh")

@@ -100,7 +100,7 @@ def test_users_command_without_roots_list_warns_that_conf_d_was_not_read(site: S
     assert said.count("\n") == 1
 
 
-def test_users_command_warns_that_conf_d_has_changed_since_root_listed_it(site: Site) -> None:
+def test_users_command_warns_that_conf_d_has_changed_since_roots_listing(site: Site) -> None:
     sweep.make_config_unlistable(site.places)
     (site.places.config_parts / "60-new.yaml").write_text("deadline: 3h\n")
     (site.places.config_parts / "50-site.yaml").rename(site.places.root / "elsewhere")

@@ -74,7 +74,7 @@ def test_turn_off_and_turn_on_delete_temporary_files_of_a_killed_command(places:
         assert [*places.etc.glob(".*"), *places.run.glob(".*")] == []
 
 
-def test_turn_off_writes_its_temporary_file_again_if_another_process_deletes_it(
+def test_turn_off_writes_its_temporary_file_again_after_another_process_deleted_the_file(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace, lost = os.replace, []

@@ -231,7 +231,7 @@ def test_step_that_saves_to_a_path_cancels_the_later_redirect_of_an_earlier_step
     assert [use.path for use in held(node)] == [""]
 
 
-def test_job_whose_wait_timed_out_is_declined_and_gets_the_redirect_later(
+def test_job_that_waited_until_the_deadline_is_declined_and_gets_the_redirect_later(
     node: Node, handle: Handle, file: Path, slow: list[str]
 ) -> None:
     answer = handle(copy=5.0, config={"redirect": "bind"})

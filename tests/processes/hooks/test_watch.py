@@ -127,7 +127,7 @@ def test_worker_of_a_step_prints_its_answer_on_stdout(
     assert capfd.readouterr().out == "leave\tno-image\n"
 
 
-def test_worker_whose_cache_hangs_is_killed_and_not_waited_for(
+def test_worker_with_a_hanging_cache_is_killed_and_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "PROBE_INTERVAL", 0.01)

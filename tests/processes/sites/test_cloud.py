@@ -220,7 +220,7 @@ def watched(node: CloudNode) -> CloudNode:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", USED)
-def test_used_disk_is_not_formatted_nor_is_an_empty_disk_beside_it(
+def test_used_disk_and_an_empty_disk_beside_a_used_disk_are_not_formatted(
     watched: CloudNode, blank: Callable[[str], Path], kind: str
 ) -> None:
     make, reason = USED[kind]

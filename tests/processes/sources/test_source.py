@@ -172,7 +172,7 @@ def test_source_that_cannot_be_opened_with_direct_io_is_read_through_the_page_ca
         ("/lustre/hers/a.sqsh", None),  # hangs as its user likes, and would keep root's process
     ],
 )
-def test_file_server_of_a_path_is_probed_only_if_root_mounted_it(
+def test_file_server_of_a_path_is_probed_only_if_mounted_by_root(
     node: Node, monkeypatch: Patch, path: str, asked: str | None
 ) -> None:
     table = [

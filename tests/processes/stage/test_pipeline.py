@@ -200,7 +200,7 @@ def test_copy_belongs_to_the_owner_of_its_source(
     assert (copied.st_uid, copied.st_gid) == (65534, 65533)
 
 
-def test_copy_whose_acl_cannot_be_set_is_not_published(task: CopyTask, monkeypatch: Patch) -> None:
+def test_copy_is_not_published_if_its_acl_cannot_be_set(task: CopyTask, monkeypatch: Patch) -> None:
     """Without its ACL the mode's group bits would let others in."""
     access = msgspec.structs.replace(task.image.access, acl=b"acl")
     opened = msgspec.structs.replace(
@@ -395,7 +395,7 @@ def test_killed_copy_is_resumed_from_its_map(task: CopyTask, owners: dict[str, P
 
 
 @pytest.mark.parametrize("since", [0.0, 1_700_000_000.0])
-def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_when_a_job_resumes_it(
+def test_part_of_a_copy_for_pending_jobs_counts_as_copied_ahead_in_the_resumed_copy(
     task: CopyTask, since: float
 ) -> None:
     leave_part(task, expected=since)
@@ -447,7 +447,7 @@ def test_copy_stopped_in_the_queue_creates_no_image_file(task: CopyTask) -> None
     assert not task.part.image.exists()
 
 
-def test_copy_waits_for_the_source_to_settle_before_opening_it(
+def test_copy_waits_for_its_source_to_settle_before_opening_the_file(
     task: CopyTask, monkeypatch: Patch
 ) -> None:
     done: list[object] = []
@@ -571,7 +571,7 @@ def test_progress_of_a_stalled_copy_is_logged_at_doubling_intervals() -> None:
     assert [due.now(4) for _ in range(3)] == [True, False, True]
 
 
-def test_progress_of_a_copy_whose_source_hangs_is_not_logged_each_time(
+def test_progress_of_a_copy_with_a_hanging_source_is_not_logged_each_time(
     task: CopyTask, after_copy: AfterCopy, monkeypatch: Patch
 ) -> None:
     said: list[str] = []

@@ -99,7 +99,7 @@ def test_wait_for_an_entry_in_the_cache_is_a_hit_without_fork_or_wait(
     assert obtain(seconds=0) == "hit"
 
 
-def test_hook_that_waits_for_another_hooks_copy_joins_it(
+def test_hook_joins_the_copy_that_another_hook_started(
     cache: Cache,
     opened: OpenImage,
     staging_node: Node,
@@ -148,7 +148,7 @@ def test_hook_waits_for_a_copy_until_the_deadline_and_is_declined(
     assert (caught.value.reason, isinstance(caught.value, Failed)) == ("deadline", False)
 
 
-def test_killed_stager_whose_lock_is_freed_late_counts_as_one_failed_try(
+def test_killed_stager_with_a_late_freed_lock_counts_as_one_failed_try(
     opened: OpenImage, obtain: Obtain, publish: Callable[[SourceImage], Entry], monkeypatch: Patch
 ) -> None:
     """The kernel closes its socket first: the next stager may find the key still taken, and go."""

@@ -93,7 +93,7 @@ def test_killing_the_namespaces_init_or_ending_its_program_ends_all_its_processe
     assert program.code == {"killed": -9, "by itself": 7, "by a signal": 128 + 15}[how]
 
 
-def test_processes_of_a_pid_namespace_end_with_the_process_that_started_it() -> None:
+def test_processes_of_a_pid_namespace_end_with_their_starting_process() -> None:
     script = """
 import os, sys
 from forestage.system import run
@@ -117,7 +117,7 @@ def filtering(script: str) -> run.FilterProcess:
         return run.start_filter(CAROL, ("sh", "-p", "-c", script), source)
 
 
-def test_filter_program_has_the_users_rights_but_the_user_can_neither_trace_nor_read_it() -> None:
+def test_user_can_neither_trace_nor_read_a_filter_program_run_with_the_users_rights() -> None:
     """Outside of a step's cgroups it would be any program of theirs."""
     program = filtering(f"{HOST}; exec sleep 4250")
     os.read(program.out, 20)

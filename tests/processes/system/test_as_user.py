@@ -366,7 +366,7 @@ def test_idle_function_is_called_while_the_parent_waits_for_a_child(
     os.close(here)
 
 
-def test_hanging_dead_or_failing_child_does_not_affect_the_answers_of_the_others(
+def test_hanging_dead_or_failing_child_does_not_affect_the_answers_of_other_children(
     tmp_path: Path,
 ) -> None:
     """One that hangs, dies or fails is None, and keeps no other from its answer."""

@@ -75,7 +75,7 @@ def test_lock_stays_held_when_a_forked_child_exits(tmp_path: Path, hold: Hold) -
             pass
 
 
-def test_lock_whose_file_is_repeatedly_removed_is_never_held_twice(
+def test_lock_is_never_held_twice_though_its_file_is_repeatedly_removed(
     tmp_path: Path, hold: Hold
 ) -> None:
     """Several count in one file, which comes out right only if one does so at a time."""

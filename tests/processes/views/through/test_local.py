@@ -47,7 +47,7 @@ def test_local_image_reads_only_pieces_marked_as_arrived(found: LocalImage) -> N
 
 
 @pytest.mark.parametrize("change", ["forgotten", "there and back", "dropped"])
-def test_bytes_whose_mark_was_cleared_during_the_read_are_not_used(
+def test_bytes_are_not_used_if_their_mark_was_cleared_during_the_read(
     found: LocalImage, readers: ArrivalMap, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def there_and_back() -> None:
