@@ -52,7 +52,7 @@ def test_key_file_credential_with_a_changed_field_is_refused(field: str) -> None
         (b"a" * 32, 0o600, 1),
     ],
 )
-def test_key_file_that_is_short_group_readable_or_not_owned_is_refused(
+def test_key_file_that_is_short_world_readable_or_not_owned_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, mode: int, reader: int
 ) -> None:
     path = key_file(tmp_path / "key", content, mode)

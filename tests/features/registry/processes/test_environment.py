@@ -50,17 +50,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 # The job's environment
 
 
-def test_environment_is_names_and_values_without_what_pyxis_drops() -> None:
+def test_environment_block_is_parsed_without_the_variables_that_pyxis_drops() -> None:
     block = b"A=1\0PATH=/x\0LD_PRELOAD=/x\0LD_AUDIT=/x\0ENROOT_ALLOW_HTTP=y\0B=a=b\nc\0"
     assert environment.read(block) == {"A": "1", "B": "a=b\nc"}
 
 
 @pytest.mark.parametrize("name", sorted(environment.DENIED))
-def test_variable_that_pyxis_drops_is_dropped_by_its_whole_name(name: str) -> None:
+def test_denied_variable_is_dropped_only_by_its_whole_name(name: str) -> None:
     assert environment.read(f"{name}=1\0{name}S=2\0".encode()) == {f"{name}S": "2"}
 
 
-def test_last_of_a_name_counts_and_what_is_no_variable_is_left_out() -> None:
+def test_environment_block_keeps_the_last_value_and_skips_invalid_variables() -> None:
     block = b"A=1\0A=2\0=x\0none\0\0C=\xff\0" + b"D=" + b"x" * (128 << 10) + b"\0"
     assert environment.read(block) == {"A": "2", "C": "\udcff"}
     assert environment.read(b"") == {}
@@ -69,7 +69,7 @@ def test_last_of_a_name_counts_and_what_is_no_variable_is_left_out() -> None:
 @pytest.mark.parametrize(
     "block", [b"A=" + b"x" * environment.MAX_BYTES, b"A=1\0" * environment.MAX_ENTRIES]
 )
-def test_environment_beyond_all_bounds_is_declined(block: bytes) -> None:
+def test_environment_block_over_the_size_limits_is_declined(block: bytes) -> None:
     with pytest.raises(Declined) as caught:
         environment.read(block)
     assert caught.value.reason == "environment"
@@ -100,7 +100,9 @@ def test_environment_beyond_all_bounds_is_declined(block: bytes) -> None:
         ("XENROOT_X a", None),
     ],
 )
-def test_value_of_the_configuration_is_shell(site: Site, line: str, value: str | None) -> None:
+def test_enroot_conf_values_are_expanded_as_shell_words(
+    site: Site, line: str, value: str | None
+) -> None:
     assert site.value(line) == value
 
 
@@ -111,13 +113,13 @@ def test_value_of_the_configuration_is_shell(site: Site, line: str, value: str |
         *(("HTTPS_PROXY", False), ("LD_PRELOAD", False), ("BASH_ENV", False), ("FOO", False)),
     ],
 )
-def test_configuration_sets_only_what_enroot_takes_from_it(
+def test_enroot_conf_sets_only_variables_that_enroot_reads(
     site: Site, name: str, taken: bool
 ) -> None:
     assert site.value(f"{name} x", name) == ("x" if taken else None)
 
 
-def test_environment_comes_before_the_configuration(site: Site) -> None:
+def test_environment_variables_take_precedence_over_enroot_conf(site: Site) -> None:
     assert site.value("ENROOT_X conf", ENROOT_X="mine") == "mine"
     assert site.value("ENROOT_X conf", ENROOT_X="") == "conf"
     site.parts.mkdir()
@@ -127,37 +129,39 @@ def test_environment_comes_before_the_configuration(site: Site) -> None:
     assert (found["ENROOT_X"], found["ENROOT_Y"], "ENROOT_Z" in found) == ("conf", "part", False)
 
 
-def test_last_line_without_its_end_does_not_count(site: Site) -> None:
+def test_last_line_of_enroot_conf_without_a_newline_is_ignored(site: Site) -> None:
     site.conf.write_text("ENROOT_X a\nENROOT_Y b")
     assert "ENROOT_Y" not in site.settings().variables
 
 
-def test_value_reads_nothing_of_the_file(site: Site) -> None:
+def test_shell_command_in_an_enroot_conf_value_does_not_read_the_files_next_lines(
+    site: Site,
+) -> None:
     site.conf.write_text("ENROOT_X $(cat)\nENROOT_Y b\n")
     assert site.settings().variables["ENROOT_Y"] == "b"
 
 
-def test_configuration_that_is_no_shell_is_declined(site: Site) -> None:
+def test_enroot_conf_with_a_shell_syntax_error_is_declined(site: Site) -> None:
     site.conf.write_text("ENROOT_X $(\n")
     with pytest.raises(Declined, match="is no shell") as caught:
         site.settings()
     assert caught.value.reason == "enroot"
 
 
-def test_configuration_that_never_ends_is_declined(site: Site) -> None:
+def test_enroot_conf_with_a_hanging_command_is_declined(site: Site) -> None:
     site.conf.write_text("ENROOT_X $(sleep 600)\n")
     with pytest.raises(Declined, match="takes too long"):
         site.settings(patience=1.0)
 
 
-def test_settings_without_a_configuration_are_enroots_own(site: Site) -> None:
+def test_settings_without_enroot_conf_are_enroots_defaults(site: Site) -> None:
     found = site.settings()
     assert found.credentials == "/home/alice/.config/enroot/.credentials"
     assert (found.allow_http, found.squash_options) == (False, "-comp lzo -noD -exit-on-error")
     assert (found.arch, found.enroot_version) == (os.uname().machine, (4, 1, 2))
 
 
-def test_home_of_who_has_none_in_the_environment_is_that_of_the_user(site: Site) -> None:
+def test_credentials_path_without_home_in_the_environment_is_in_the_users_home(site: Site) -> None:
     found = environment.settings({}, Deadline.after(600.0, Clock()), str(site.conf))
     home = pwd.getpwuid(os.getuid()).pw_dir
     assert found.credentials == f"{home}/.config/enroot/.credentials"
@@ -170,14 +174,16 @@ def test_home_of_who_has_none_in_the_environment_is_that_of_the_user(site: Site)
         ({"ENROOT_CONFIG_PATH": "/e", "XDG_CONFIG_HOME": "/c"}, "/e/.credentials"),
     ],
 )
-def test_credentials_are_where_enroot_looks(site: Site, environ: dict[str, str], path: str) -> None:
+def test_credentials_path_follows_enroot_config_path_and_xdg_config_home(
+    site: Site, environ: dict[str, str], path: str
+) -> None:
     assert site.settings(**environ).credentials == path
 
 
 @pytest.mark.parametrize(
     ("value", "allowed"), [("yes", True), ("y", True), ("0", True), ("no", False), ("F", False)]
 )
-def test_http_is_allowed_by_what_enroot_takes_for_yes(
+def test_enroot_allow_http_accepts_the_values_that_enroot_takes_as_yes(
     site: Site, value: str, allowed: bool
 ) -> None:
     site.conf.write_text(f"ENROOT_ALLOW_HTTP {value}\nENROOT_SQUASH_OPTIONS -comp zstd\n")
@@ -195,7 +201,7 @@ def test_http_is_allowed_by_what_enroot_takes_for_yes(
         ("unknown", (0, 0, 0), False),
     ],
 )
-def test_release_says_whether_it_imports_digests(
+def test_enroot_version_decides_whether_digests_can_be_imported(
     site: Site, said: str, version: tuple[int, int, int], imports_digests: bool
 ) -> None:
     site.enroot(f"echo {said}")
@@ -203,7 +209,9 @@ def test_release_says_whether_it_imports_digests(
     assert (found.enroot_version, found.imports_digests) == (version, imports_digests)
 
 
-def test_enroot_that_fails_is_declined_and_one_that_is_missing_is_ours(site: Site) -> None:
+def test_failing_enroot_is_declined_and_a_missing_enroot_is_a_failure_of_the_node(
+    site: Site,
+) -> None:
     site.enroot("echo 'Unsupported bash' >&2; exit 1")
     with pytest.raises(Declined, match="Unsupported bash") as caught:
         site.settings()

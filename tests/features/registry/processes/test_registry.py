@@ -30,7 +30,7 @@ from node import children_left, until
     ("manager", "over", "left"),
     [("lives", True, "job_7/step_0"), ("ended", False, "job_7"), ("ended", True, "uid_1")],
 )
-def test_cgroups_that_a_worker_kept_go_with_it(
+def test_empty_cgroups_of_a_worker_are_removed_after_the_step_has_ended(
     asking: Job,
     tasks: WaitingTasks,
     tmp_path: Path,
@@ -59,7 +59,7 @@ def dead() -> int:
     return pid
 
 
-def test_lease_that_came_after_the_epilog_is_given_back(
+def test_lease_acquired_after_the_epilog_is_released(
     staging_node: Node,
     asking: Job,
     asked: RegistryRequest,
@@ -91,7 +91,7 @@ def test_lease_that_came_after_the_epilog_is_given_back(
 
 
 @pytest.mark.parametrize("end", ["manager", "Epilog"])
-def test_process_whose_tasks_never_came_ends_with_the_step(
+def test_registry_process_without_tasks_exits_at_the_steps_end(
     staging_node: Node, asking: Job, asked: RegistryRequest, end: str
 ) -> None:
     """The step was cancelled before Slurm had started a task of it."""
@@ -115,7 +115,7 @@ def test_process_whose_tasks_never_came_ends_with_the_step(
         manager.wait()
 
 
-def test_refusal_is_noted_for_the_steps_importer_before_a_task_goes_on_and_goes_with_the_job(
+def test_refusal_note_is_written_before_the_task_continues_and_removed_with_the_job(
     staging_node: Node,
     asking: Job,
     asked: RegistryRequest,

@@ -27,7 +27,7 @@ def wrong_clock(open_path: Path) -> Path:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("ahead", [-40 * DAYS, -3600, 3600, 12000, 31 * DAYS, 40 * DAYS])
-def test_sweep_by_a_wrong_clock_deletes_nothing_in_the_store(
+def test_sweep_on_a_node_with_a_wrong_clock_deletes_nothing_in_the_store(
     login: Login, wrong_clock: Path, ahead: int
 ) -> None:
     """Two users' images, and an import that another node makes just now."""

@@ -23,7 +23,7 @@ from forestage.system import mounts
 from forestage.system.as_user import User
 
 
-def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Login) -> None:
+def test_imported_image_is_listed_by_registry_ls_and_reused_by_the_importer(login: Login) -> None:
     done = login.forestage("import", f"here#image@{OLD}")
     assert done.returncode == 0, done.stderr
     path = done.stdout.strip()
@@ -33,7 +33,7 @@ def test_imported_image_is_listed_and_the_job_that_wants_it_finds_it(login: Logi
     assert len(login.site.imports) == 1
 
 
-def test_root_lists_what_users_see_of_their_own_alone(login: Login) -> None:
+def test_registry_ls_shows_each_user_only_their_own_images(login: Login) -> None:
     login.forestage("import", f"here#image@{OLD}")
     login.forestage("import", f"here#image@{NEW}", user=BOB)
     rows = {who.uid: json.loads(login.forestage("ls", "--json", user=who).stdout)
@@ -42,7 +42,7 @@ def test_root_lists_what_users_see_of_their_own_alone(login: Login) -> None:
     assert [row["digest"] for row in rows[BOB.uid]] == [NEW]
 
 
-def test_get_prints_one_line_and_all_other_words_elsewhere(login: Login) -> None:
+def test_importer_get_prints_only_the_path_on_stdout_and_messages_on_stderr(login: Login) -> None:
     done = login.importer("get", IMAGE)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
@@ -50,7 +50,7 @@ def test_get_prints_one_line_and_all_other_words_elsewhere(login: Login) -> None
     assert "imported by" in done.stderr
 
 
-def test_copy_that_shows_in_the_step_is_named_without_any_work(login: Login) -> None:
+def test_importer_get_prints_the_bound_copys_path_without_an_import(login: Login) -> None:
     mounts.mount("tmpfs", "/run", 0, "tmpfs", "mode=755")
     Path("/run/forestage/images").mkdir(parents=True)
     place = Path("/run/forestage/images/12.0.sqsh")
@@ -62,7 +62,7 @@ def test_copy_that_shows_in_the_step_is_named_without_any_work(login: Login) -> 
     assert place.exists()
 
 
-def test_image_of_the_job_that_started_this_step_is_not_the_steps(login: Login) -> None:
+def test_importer_get_ignores_an_inherited_forestage_image_path(login: Login) -> None:
     """FORESTAGE_IMAGE_PATH of a batch script whose image is a file is inherited."""
     inherited = {"FORESTAGE_IMAGE_PATH": str(login.site.image)}
     assert login.site.image.read_bytes()[:4] == b"hsqs", "else this shows nothing"
@@ -71,7 +71,9 @@ def test_image_of_the_job_that_started_this_step_is_not_the_steps(login: Login) 
 
 
 @pytest.mark.parametrize("store", ["null", "/not/mounted", "of the cache"])
-def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, store: str) -> None:
+def test_importer_without_a_usable_store_imports_for_the_step_and_release_deletes_the_image(
+    login: Login, store: str
+) -> None:
     if store == "of the cache":
         login.configure(
             f"{{cache: {login.site.store.parent}/cache, registry: {{store: {login.site.store}}}}}"
@@ -92,7 +94,7 @@ def test_image_without_a_store_is_the_steps_own_and_goes_with_it(login: Login, s
 
 
 @pytest.mark.parametrize("broken", ["#!/bin/sh\nexit 1\n", "#!/none\n", ""])
-def test_importer_without_a_forestage_that_works_does_what_pyxis_does(
+def test_importer_imports_with_enroot_if_forestage_is_broken_or_missing(
     login: Login, broken: str
 ) -> None:
     program = Path("/usr/lib/forestage/bin/forestage")
@@ -110,7 +112,9 @@ def test_importer_without_a_forestage_that_works_does_what_pyxis_does(
 
 
 @pytest.mark.parametrize(("job", "step"), [("", ""), ("12.0/../other", "0"), ("*", "*")])
-def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: str) -> None:
+def test_importer_release_without_a_valid_job_and_step_deletes_nothing(
+    login: Login, job: str, step: str
+) -> None:
     kept = [login.runtime / str(ALICE.uid) / name for name in ("forestage-12.0", "other.0")]
     for folder in kept:
         folder.mkdir(parents=True)
@@ -121,7 +125,7 @@ def test_release_without_a_step_deletes_nothing(login: Login, job: str, step: st
     assert all(folder.exists() for folder in kept)
 
 
-def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None:
+def test_importer_get_of_a_missing_image_fails_with_enroots_error(login: Login) -> None:
     done = login.importer("get", IMAGE, STANDIN_FAIL="returned error code: 404 Not Found")
     assert done.returncode != 0
     assert done.stdout == ""
@@ -129,7 +133,7 @@ def test_image_that_cannot_be_had_fails_with_enroots_words(login: Login) -> None
 
 
 @pytest.mark.parametrize("status", [403, 404, 503, 418])
-def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
+def test_importer_runs_enroot_once_for_all_tasks_if_the_registry_gives_no_digest(
     login: Login, status: int
 ) -> None:
     there = Registry(status=status)
@@ -147,7 +151,7 @@ def test_step_whose_registry_says_no_digest_has_enroots_own_try_once_for_all(
 @pytest.mark.parametrize(
     ("user", "tag", "asked"), [(ALICE, "v1", 0), (ALICE, "v2", 2), (BOB, "v1", 2)]
 )
-def test_importer_asks_no_registry_that_has_refused_its_step(
+def test_importer_does_not_query_a_registry_that_refused_this_image_to_this_step(
     login: Login, user: User, tag: str, asked: int
 ) -> None:
     """HEAD and GET, where it is another image's refusal, or another user's."""
@@ -166,7 +170,7 @@ def test_importer_asks_no_registry_that_has_refused_its_step(
     assert len(login.site.imports) == 1  # enroot has its own try
 
 
-def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:
+def test_importer_get_reports_enroots_error_after_a_registry_refusal(login: Login) -> None:
     there = Registry(status=403)
     try:
         uri = f"docker://{there.reference()}"
@@ -179,7 +183,7 @@ def test_refusal_of_a_registry_comes_in_enroots_words(login: Login) -> None:
     assert len(login.site.imports) == 1
 
 
-def test_import_needs_a_store(login: Login) -> None:
+def test_registry_import_without_a_store_exits_1(login: Login) -> None:
     login.configure("enabled: true")
     done = login.forestage("import", f"here#image@{OLD}")
     assert done.returncode == 1
@@ -196,7 +200,7 @@ def unused_for_years(path: Path) -> None:
     os.chown(stamp, path.stat().st_uid, path.stat().st_gid)
 
 
-def test_gc_deletes_nothing_whose_times_alone_are_old(login: Login) -> None:
+def test_gc_keeps_an_image_with_old_file_times_that_was_not_counted_as_unused(login: Login) -> None:
     """Who set them had a clock of their own, and so has who asks."""
     path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
     for file in (path, path.with_suffix(".json")):
@@ -205,7 +209,7 @@ def test_gc_deletes_nothing_whose_times_alone_are_old(login: Login) -> None:
     assert path.exists()
 
 
-def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login) -> None:
+def test_gc_of_root_deletes_unused_images_of_all_users(login: Login) -> None:
     kept = Path(login.forestage("import", f"here#image@{NEW}").stdout.strip())
     old = [
         Path(login.forestage("import", f"here#image@{OLD}", user=user).stdout.strip())
@@ -223,14 +227,14 @@ def test_gc_of_root_deletes_old_images_of_all_users_as_each_of_them(login: Login
     assert not any(path.exists() for path in old)
 
 
-def test_gc_of_a_user_deletes_nothing_of_others(login: Login) -> None:
+def test_gc_of_a_user_keeps_images_of_other_users(login: Login) -> None:
     path = Path(login.forestage("import", f"here#image@{OLD}").stdout.strip())
     unused_for_years(path)
     assert login.forestage("gc", user=BOB).returncode == 0
     assert path.exists()
 
 
-def test_gc_of_root_follows_no_link_of_a_user(login: Login, open_path: Path) -> None:
+def test_gc_of_root_follows_no_link_in_the_store(login: Login, open_path: Path) -> None:
     (open_path / "precious").mkdir()
     part = open_path / "precious/a.0123456789abcdef.part"
     part.touch()

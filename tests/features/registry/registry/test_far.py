@@ -65,7 +65,7 @@ def far(login: Login, farfs: Path, open_path: Path) -> Iterator[Far]:
     far.end()
 
 
-def test_user_above_their_quota_is_told_and_starts_from_an_import_of_the_step(
+def test_importer_over_quota_reports_the_quota_and_imports_for_the_step_alone(
     login: Login, far: Far
 ) -> None:
     far.behaves(quota=1)
@@ -107,7 +107,7 @@ def imported(login: Login, user: User = ALICE, digest: str = OLD) -> Path:
     return Path(login.forestage("import", f"here#image@{digest}", user=user).stdout.strip())
 
 
-def test_sweep_collects_as_each_owner_where_root_is_nobody(
+def test_sweep_deletes_unused_store_images_as_their_owners_on_a_root_squashed_file_system(
     login: Login, far: Far, sweeping: Sweeping
 ) -> None:
     paths = [imported(login, user) for user in (ALICE, BOB)]
@@ -123,7 +123,7 @@ def test_sweep_collects_as_each_owner_where_root_is_nobody(
     assert not any(path.exists() for path in paths)
 
 
-def test_of_all_nodes_one_collects_and_none_again_for_hours(
+def test_only_one_of_several_nodes_collects_the_store_within_hours(
     login: Login, far: Far, open_path: Path
 ) -> None:
     imported(login)
@@ -148,7 +148,7 @@ def test_of_all_nodes_one_collects_and_none_again_for_hours(
 @pytest.mark.ci
 @pytest.mark.parametrize("ahead", [-MONTH, -3600.0, 3600.0, 12000.0, MONTH])
 @pytest.mark.parametrize("who_sets_times", ["server", "node"])
-def test_node_whose_clock_is_wrong_deletes_nothing_of_others(
+def test_sweep_with_a_wrong_clock_deletes_no_image_lease_or_part_of_another_node(
     login: Login, far: Far, farfs: Path, open_path: Path, ahead: float, who_sets_times: str
 ) -> None:
     """Two images, and an import under way on another node; then what it left misleads nobody."""
@@ -191,7 +191,7 @@ def _use(store: Path, name: str) -> bool:
     return ImageStore(store, Clock()).find(name) is not None
 
 
-def test_image_is_as_old_as_its_server_says_where_that_sets_the_times(
+def test_store_images_age_by_the_file_servers_clock_if_the_server_sets_the_times(
     login: Login, far: Far, open_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the first collection already deletes, whatever the clock of its node says."""
@@ -209,7 +209,7 @@ def test_image_is_as_old_as_its_server_says_where_that_sets_the_times(
     assert not list(young.parent.glob(".now.*"))
 
 
-def test_names_that_are_nobodys_take_no_turn_from_users(
+def test_store_directories_of_no_user_do_not_delay_the_collection_of_users_images(
     login: Login, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody may make them."""
@@ -229,7 +229,7 @@ def test_names_that_are_nobodys_take_no_turn_from_users(
     assert login.forestage("ls", user=ROOT).stdout.count("here#image") == 1
 
 
-def test_store_that_has_no_room_for_a_name_is_collected_in(
+def test_sweep_collects_a_store_without_free_inodes(
     login: Login, open_path: Path, sweeping: Sweeping
 ) -> None:
     store = open_path / "small"
@@ -247,7 +247,7 @@ def test_store_that_has_no_room_for_a_name_is_collected_in(
     assert not old.exists()
 
 
-def test_node_looks_at_the_store_once_in_an_hour(
+def test_node_reads_the_store_for_collection_once_an_hour_whatever_its_wall_clock(
     login: Login, far: Far, sweeping: Sweeping
 ) -> None:
     """An hour of its own, whatever its clock says meanwhile."""
@@ -261,7 +261,7 @@ def test_node_looks_at_the_store_once_in_an_hour(
     assert len(sweeping.collect_again(registry.EVERY / 4 + 1)) == 1
 
 
-def test_store_that_hangs_is_left_alone_for_an_hour(
+def test_hanging_store_is_not_collected_again_for_an_hour(
     login: Login, far: Far, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "LISTED", 0.2)
@@ -272,7 +272,7 @@ def test_store_that_hangs_is_left_alone_for_an_hour(
     far.answer()
 
 
-def test_directory_that_hangs_does_not_keep_the_others_waiting(
+def test_hanging_user_directory_of_the_store_ends_its_collection_with_a_problem(
     login: Login, far: Far, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the whole store does, once it was listed."""
@@ -291,7 +291,7 @@ def test_directory_that_hangs_does_not_keep_the_others_waiting(
 
 
 @pytest.mark.parametrize("links", [0, 1, 2])
-def test_first_word_on_a_jobs_digest_counts_without_hard_links(
+def test_concurrent_nodes_agree_on_a_jobs_first_digest_without_hard_links(
     login: Login, far: Far, links: int
 ) -> None:
     """Many nodes at once, each a process of the user's."""
@@ -316,7 +316,9 @@ def test_first_word_on_a_jobs_digest_counts_without_hard_links(
 
 
 @pytest.mark.parametrize("links", [1, 2])
-def test_one_node_imports_where_there_are_no_hard_links(login: Login, far: Far, links: int) -> None:
+def test_one_of_two_importers_imports_on_a_store_without_hard_links(
+    login: Login, far: Far, links: int
+) -> None:
     far.behaves(links=links)
     with ThreadPoolExecutor(2) as nodes:
         done = list(nodes.map(lambda _: login.importer("get", IMAGE), range(2)))

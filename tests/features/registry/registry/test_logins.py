@@ -49,7 +49,7 @@ def family(pid: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("word", [f'"{PASSWORD}"', "$(word)"])
-def test_registry_that_wants_a_password_gets_it(
+def test_password_from_the_credentials_is_sent_to_a_registry_that_requests_a_login(
     alice: Asker, started: Callable[..., Registry], word: str
 ) -> None:
     registry = started(password=True)
@@ -60,7 +60,9 @@ def test_registry_that_wants_a_password_gets_it(
     assert [bool(seen.authorization) for seen in registry.log] == [False, True]
 
 
-def test_wrong_password_is_denied(alice: Asker, started: Callable[..., Registry]) -> None:
+def test_wrong_password_is_declined_as_registry_denied(
+    alice: Asker, started: Callable[..., Registry]
+) -> None:
     registry = started(password=True)
     registry.push(f"{IMAGE}:1", FILES)
     alice.has("machine 127.0.0.1 login alice password wrong")
@@ -72,7 +74,7 @@ def test_wrong_password_is_denied(alice: Asker, started: Callable[..., Registry]
     assert len(registry.log) == 2
 
 
-def test_registry_that_wants_a_password_that_nobody_has_denies(
+def test_registry_login_without_matching_credentials_is_declined_as_registry_denied(
     alice: Asker, started: Callable[..., Registry]
 ) -> None:
     registry = started(password=True)
@@ -84,7 +86,7 @@ def test_registry_that_wants_a_password_that_nobody_has_denies(
 # Tokens
 
 
-def test_token_for_anybody_needs_no_credentials(
+def test_anonymous_token_is_requested_without_credentials(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -99,7 +101,7 @@ def test_token_for_anybody_needs_no_credentials(
 
 
 @pytest.mark.parametrize("user", ["", "joe@"], ids=["inferred", "named"])
-def test_token_is_had_for_the_password_of_its_server(
+def test_token_server_gets_the_password_of_its_own_host(
     alice: Asker, registry: Registry, elsewhere: Front, user: str
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -113,7 +115,7 @@ def test_token_is_had_for_the_password_of_its_server(
     assert all(seen.startswith("Bearer ") for seen in authorized(registry.front))
 
 
-def test_user_who_is_named_gets_their_own_password(
+def test_user_name_in_the_reference_selects_that_users_password(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -126,7 +128,7 @@ def test_user_who_is_named_gets_their_own_password(
     assert alice.ask(f"{registry.host}#{IMAGE}:1").reason == "registry-denied"
 
 
-def test_users_without_the_password_are_denied(
+def test_other_user_without_access_to_the_credentials_file_is_declined(
     alice: Asker, open_path: Path, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -140,7 +142,7 @@ def test_users_without_the_password_are_denied(
     assert bob.ask(f"{registry.host}#{IMAGE}:1").reason == "registry-denied"
 
 
-def test_token_server_that_refuses_is_the_one_named(
+def test_refusal_by_a_token_server_names_the_token_server(
     alice: Asker, registry: Registry, elsewhere: Front
 ) -> None:
     registry.front.wants_token(elsewhere, {"joe": SECRET})
@@ -149,7 +151,7 @@ def test_token_server_that_refuses_is_the_one_named(
     assert result.detail.startswith(f"127.0.0.2 refuses {IMAGE}:1 (401)")
 
 
-def test_token_that_is_not_enough_is_denied_at_once(
+def test_registry_that_rejects_a_token_is_not_tried_with_a_second_token(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     tokens = fronts()
@@ -162,7 +164,7 @@ def test_token_that_is_not_enough_is_denied_at_once(
     assert len(tokens.log) == 1
 
 
-def test_token_server_with_too_many_requests_is_waited_for(
+def test_token_request_waits_for_retry_after(
     alice: Asker, registry: Registry, elsewhere: Front
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -183,7 +185,7 @@ def test_token_server_with_too_many_requests_is_waited_for(
     ],
     ids=range(12),
 )
-def test_token_that_is_none_is_odd(
+def test_malformed_token_reply_is_declined_as_registry_odd(
     alice: Asker, registry: Registry, elsewhere: Front, body: bytes
 ) -> None:
     registry.front.wants_token(elsewhere, {}, anonymous=True)
@@ -201,7 +203,7 @@ def test_token_that_is_none_is_odd(
         *('Bearer realm="//x"', 'Bearer realm="http://a:b@127.0.0.1/"', "Digest realm=x"),
     ],
 )
-def test_challenge_that_cannot_be_met_is_refused(
+def test_unsupported_authentication_challenge_is_declined_without_a_second_request(
     alice: Asker, registry: Registry, challenge: str
 ) -> None:
     registry.front.on(".*", ".*", says(401, WWW_Authenticate=challenge))
@@ -209,7 +211,7 @@ def test_challenge_that_cannot_be_met_is_refused(
     assert len(registry.log) == 1
 
 
-def test_realm_of_http_is_asked_by_nobody_who_wants_tls(
+def test_token_realm_over_http_is_not_queried_for_a_registry_over_tls(
     alice: Asker, started: Callable[..., Registry], elsewhere: Front
 ) -> None:
     registry = started(tls=True)
@@ -231,7 +233,7 @@ def test_realm_of_http_is_asked_by_nobody_who_wants_tls(
         f"machine 127.0.0.2 login joe password {SECRET}",  # the registry itself is not in it
     ],
 )
-def test_token_server_sees_no_password_of_another_host_or_user(
+def test_password_of_another_host_or_user_is_not_sent_to_a_token_server(
     alice: Asker, registry: Registry, elsewhere: Front, line: str
 ) -> None:
     registry.front.wants_token(elsewhere, {"joe": SECRET})
@@ -240,7 +242,7 @@ def test_token_server_sees_no_password_of_another_host_or_user(
     assert (authorized(elsewhere), len(elsewhere.log)) == ([], 1)
 
 
-def test_shell_of_other_hosts_and_users_is_not_run(
+def test_credentials_commands_of_other_hosts_and_users_are_not_run(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     registry.front.wants_token(fronts(), {"joe": SECRET})
@@ -258,7 +260,7 @@ def test_shell_of_other_hosts_and_users_is_not_run(
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("curlrc", ["", "location-trusted\n", "location\nmax-redirs = 9\n"])
 @pytest.mark.parametrize("where", ["another port", "another address", "another scheme"])
-def test_password_and_token_are_not_redirected(
+def test_password_is_not_sent_to_the_target_of_a_redirect(
     alice: Asker,
     started: Callable[..., Registry],
     fronts: Callable[..., Front],
@@ -303,7 +305,7 @@ def test_password_is_not_redirected_by_a_token_server(
     assert (authorized(elsewhere), len(elsewhere.log)) == ([], 1)
 
 
-def test_token_goes_to_whom_a_redirect_leads_if_that_asks_for_it(
+def test_token_is_sent_to_a_redirect_target_only_after_its_own_challenge(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], elsewhere: Front
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -317,7 +319,7 @@ def test_token_goes_to_whom_a_redirect_leads_if_that_asks_for_it(
 # As the user, and unseen by others
 
 
-def test_all_of_it_is_the_users_and_no_secret_is_in_an_argv(
+def test_registry_programs_run_as_the_user_without_secrets_in_command_lines(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -347,7 +349,7 @@ def test_all_of_it_is_the_users_and_no_secret_is_in_an_argv(
     assert not [argv for argv in argvs for secret in secrets if secret.encode() in argv]
 
 
-def test_shell_in_a_password_is_the_users(
+def test_credentials_command_runs_as_the_user(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     registry.front.wants_token(fronts(), {"joe": SECRET})
@@ -363,7 +365,7 @@ def test_shell_in_a_password_is_the_users(
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "large", "binary", "unreadable"])
-def test_credentials_that_are_none_are_as_if_there_were_none(
+def test_unreadable_or_invalid_credentials_file_is_ignored(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], kind: str
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -385,7 +387,7 @@ def test_credentials_that_are_none_are_as_if_there_were_none(
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == digest
 
 
-def test_password_of_more_than_a_mebibyte_is_refused(
+def test_credentials_command_with_more_than_a_mebibyte_of_output_is_declined(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     registry.front.wants_token(fronts(), {"joe": SECRET})
@@ -415,7 +417,7 @@ def test_password_of_more_than_a_mebibyte_is_refused(
         ("LC_ALL", "\udcff"),
     ],
 )
-def test_hostile_environment_is_the_users_own_affair(
+def test_hostile_environment_variables_run_programs_only_as_the_user(
     alice: Asker, registry: Registry, name: str, value: str
 ) -> None:
     """It may keep them from their image; it says nothing that a registry has not said."""
@@ -435,7 +437,7 @@ def test_hostile_environment_is_the_users_own_affair(
     assert not ran.exists() or ran.read_text() == f"{alice.uid}\n"
 
 
-def test_curlrc_puts_no_answer_elsewhere_and_adds_none(alice: Asker, registry: Registry) -> None:
+def test_users_curlrc_does_not_break_the_digest_request(alice: Asker, registry: Registry) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     (alice.home / ".curlrc").write_text("verbose\nfail\nlocation\nnetrc\nretry = 2\nno-silent\n")
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == digest

@@ -25,7 +25,7 @@ def asked(front: Front) -> tuple[str, ...]:
     return tuple(seen.method for seen in front.log if "/manifests/" in seen.path)
 
 
-def test_tag_costs_one_head(alice: Asker, registry: Registry) -> None:
+def test_tag_is_resolved_with_one_head_request(alice: Asker, registry: Registry) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == digest
     assert alice.ask(f"docker://{registry.host}/{IMAGE}:1").digest == digest
@@ -34,14 +34,18 @@ def test_tag_costs_one_head(alice: Asker, registry: Registry) -> None:
     ] * 2
 
 
-def test_digest_costs_no_request(alice: Asker, registry: Registry) -> None:
+def test_reference_with_a_digest_is_resolved_without_a_request(
+    alice: Asker, registry: Registry
+) -> None:
     digest = f"sha256:{'0' * 64}"
     for which in (f"@{digest}", f":1@{digest}", f":{digest}"):
         assert alice.ask(f"{registry.host}#{IMAGE}{which}").digest == digest
     assert registry.log == []
 
 
-def test_tag_of_an_index_means_the_index(alice: Asker, registry: Registry) -> None:
+def test_tag_of_a_multi_architecture_index_resolves_to_the_indexs_digest(
+    alice: Asker, registry: Registry
+) -> None:
     one = registry.push(f"{IMAGE}:amd64", FILES)
     other = registry.push(f"{IMAGE}:arm64", FILES, arch="arm64")
     index = registry.index(f"{IMAGE}:both", {"amd64": one, "arm64": other})
@@ -49,7 +53,9 @@ def test_tag_of_an_index_means_the_index(alice: Asker, registry: Registry) -> No
     assert len({one, other, index}) == 3
 
 
-def test_layers_are_those_of_this_architecture(alice: Asker, registry: Registry) -> None:
+def test_layer_size_of_an_index_is_that_of_this_nodes_architecture(
+    alice: Asker, registry: Registry
+) -> None:
     files = {"large": random.Random(1).randbytes(2 << 20)}
     one, other = registry.push(f"{IMAGE}:a", FILES), registry.push(f"{IMAGE}:b", files)
     arch = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
@@ -61,7 +67,7 @@ def test_layers_are_those_of_this_architecture(alice: Asker, registry: Registry)
 
 
 @pytest.mark.parametrize("answer", [says(404), says(500), says(200)])
-def test_layers_that_nobody_tells_are_none(
+def test_layer_size_is_0_if_the_registry_gives_no_manifest(
     alice: Asker, registry: Registry, answer: Callable[..., object]
 ) -> None:
     registry.front.on(".*", "/v2/.*/manifests/.*", answer)  # type: ignore[arg-type]
@@ -69,7 +75,7 @@ def test_layers_that_nobody_tells_are_none(
     assert (found.layers, found.reason) == (0, "")
 
 
-def test_tag_that_was_moved_means_the_new_digest(alice: Asker, registry: Registry) -> None:
+def test_moved_tag_resolves_to_the_new_digest(alice: Asker, registry: Registry) -> None:
     before = registry.push(f"{IMAGE}:1", FILES)
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == before
     after = registry.push(f"{IMAGE}:1", {"etc/motd": b"changed\n"})
@@ -86,7 +92,7 @@ def test_tag_that_was_moved_means_the_new_digest(alice: Asker, registry: Registr
         pytest.param(changes(Docker_Content_Digest=f"sha512:{'0' * 128}"), id="another hash"),
     ],
 )
-def test_registry_that_answers_no_head_is_asked_by_one_get(
+def test_registry_without_a_usable_head_reply_gets_one_get_request(
     alice: Asker, registry: Registry, answer: object
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -111,7 +117,9 @@ def test_registry_that_answers_no_head_is_asked_by_one_get(
         (says(405), "answers 405"),
     ],
 )
-def test_nonsense_is_refused(alice: Asker, registry: Registry, answer: object, words: str) -> None:
+def test_malformed_manifest_reply_is_declined_as_registry_odd(
+    alice: Asker, registry: Registry, answer: object, words: str
+) -> None:
     registry.push(f"{IMAGE}:1", FILES)
     registry.front.on("HEAD", ".*", says(405))
     registry.front.on("GET", ".*", answer)
@@ -121,7 +129,7 @@ def test_nonsense_is_refused(alice: Asker, registry: Registry, answer: object, w
     assert result.detail.startswith(registry.host)
 
 
-def test_headers_without_an_end_are_refused(alice: Asker, registry: Registry) -> None:
+def test_registry_reply_with_huge_headers_is_declined(alice: Asker, registry: Registry) -> None:
     registry.front.on("HEAD", ".*", says(200, Docker_Content_Digest="x" * (60 << 10)))
     registry.front.on("GET", ".*", says(200, **{f"X_{n}": "x" * 60_000 for n in range(12)}))
     result = alice.ask(f"{registry.host}#{IMAGE}:1")
@@ -130,7 +138,7 @@ def test_headers_without_an_end_are_refused(alice: Asker, registry: Registry) ->
 
 
 @pytest.mark.parametrize("status", [404, 403, 401])
-def test_refusal_names_registry_image_and_where_to_look(
+def test_registry_refusal_names_registry_image_status_and_credentials_file(
     alice: Asker, registry: Registry, status: int
 ) -> None:
     registry.front.on(".*", ".*", says(status))
@@ -142,13 +150,13 @@ def test_refusal_names_registry_image_and_where_to_look(
     assert "~/.config/enroot/.credentials" in result.detail
 
 
-def test_image_that_is_not_there_is_missing(alice: Asker, registry: Registry) -> None:
+def test_missing_tag_is_declined_as_registry_missing(alice: Asker, registry: Registry) -> None:
     assert alice.ask(f"{registry.host}#{IMAGE}:none").reason == "registry-missing"
     assert asked(registry.front) == GETS
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
-def test_registry_that_fails_is_silent_and_asked_by_head_and_get(
+def test_registry_with_status_5xx_is_declined_as_silent_after_head_and_get(
     alice: Asker, registry: Registry, status: int
 ) -> None:
     registry.front.on(".*", ".*", says(status))
@@ -157,7 +165,7 @@ def test_registry_that_fails_is_silent_and_asked_by_head_and_get(
     assert asked(registry.front) == GETS  # enroot asks by GET
 
 
-def test_registry_that_is_not_there_is_silent(alice: Asker, registry: Registry) -> None:
+def test_unreachable_registry_is_declined_as_silent(alice: Asker, registry: Registry) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert alice.ask(f"127.0.0.1:{port}#{IMAGE}:1").reason == "registry-silent"
@@ -167,7 +175,7 @@ def test_registry_that_is_not_there_is_silent(alice: Asker, registry: Registry) 
     assert "curl: (" in result.detail
 
 
-def test_registry_that_stalls_is_silent_when_the_time_is_over(
+def test_stalling_registry_is_declined_as_silent_at_the_deadline(
     alice: Asker, registry: Registry
 ) -> None:
     event = threading.Event()
@@ -180,7 +188,9 @@ def test_registry_that_stalls_is_silent_when_the_time_is_over(
 # 429
 
 
-def test_retry_after_is_waited_for(alice: Asker, registry: Registry) -> None:
+def test_head_request_is_repeated_after_the_retry_after_seconds(
+    alice: Asker, registry: Registry
+) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     registry.front.on("HEAD", ".*", says(429, Retry_After="10"), times=2)
     result = alice.ask(f"{registry.host}#{IMAGE}:1")
@@ -193,7 +203,7 @@ def test_retry_after_is_waited_for(alice: Asker, registry: Registry) -> None:
     ("wanted", "slept"),
     [("12", (12.0, 12.0)), ("31", ()), ("0", (1.0,) * 30), ("", (5.0,) * 6), ("soon", (5.0,) * 6)],
 )
-def test_retry_after_is_waited_for_half_a_minute_in_all(
+def test_retry_after_waits_are_limited_to_half_a_minute_in_total(
     alice: Asker, registry: Registry, wanted: str, slept: tuple[float, ...]
 ) -> None:
     registry.front.on(".*", ".*", says(429, Retry_After=wanted))
@@ -201,7 +211,7 @@ def test_retry_after_is_waited_for_half_a_minute_in_all(
     assert (result.reason, result.transient, result.slept) == ("registry-busy", True, slept)
 
 
-def test_retry_after_may_be_a_date(alice: Asker, registry: Registry) -> None:
+def test_retry_after_date_is_converted_to_seconds(alice: Asker, registry: Registry) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     past = formatdate(time.time() - 3600, usegmt=True)
     registry.front.on(".*", ".*", says(429, Retry_After=past), times=1)
@@ -212,7 +222,7 @@ def test_retry_after_may_be_a_date(alice: Asker, registry: Registry) -> None:
     assert alice.ask(f"{registry.host}#{IMAGE}:1").slept == ()
 
 
-def test_retry_after_is_not_waited_for_beyond_the_deadline(
+def test_retry_after_beyond_the_deadline_is_not_waited_for(
     alice: Asker, registry: Registry
 ) -> None:
     registry.front.on(".*", ".*", says(429, Retry_After="29"))
@@ -226,7 +236,7 @@ def test_retry_after_is_not_waited_for_beyond_the_deadline(
 
 @pytest.mark.parametrize("direct", [False, True], ids=["http/1.1", "http/2"])
 @pytest.mark.parametrize("where", ["SSL_CERT_FILE", "CURL_CA_BUNDLE", "enroot.conf", ".curlrc"])
-def test_authority_is_believed_where_curl_and_enroot_look_for_it(
+def test_ca_file_is_read_from_curls_and_enroots_settings(
     alice: Asker, started: Callable[..., Registry], where: str, direct: bool
 ) -> None:
     registry = started(tls=True, direct=direct)
@@ -241,7 +251,7 @@ def test_authority_is_believed_where_curl_and_enroot_look_for_it(
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == digest
 
 
-def test_authority_that_nobody_knows_is_not_believed(
+def test_registry_with_an_unknown_certificate_authority_is_declined(
     alice: Asker, started: Callable[..., Registry]
 ) -> None:
     registry = started(tls=True)
@@ -252,7 +262,9 @@ def test_authority_that_nobody_knows_is_not_believed(
     assert registry.log == []
 
 
-def test_http_is_not_spoken_unless_enroot_may(alice: Asker, registry: Registry) -> None:
+def test_registry_over_http_is_queried_only_if_enroot_conf_allows_http(
+    alice: Asker, registry: Registry
+) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     alice.conf.write_text("ENROOT_ALLOW_HTTP no\n")
     alice.variables["ENROOT_ALLOW_HTTP"] = "yes"  # pyxis keeps it from enroot
@@ -262,7 +274,7 @@ def test_http_is_not_spoken_unless_enroot_may(alice: Asker, registry: Registry) 
     assert alice.ask(f"{registry.host}#{IMAGE}:1").digest == digest
 
 
-def test_proxy_of_the_environment_is_asked(
+def test_registry_request_uses_http_proxy_and_respects_no_proxy(
     alice: Asker, registry: Registry, fronts: Callable[..., Front]
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -275,7 +287,7 @@ def test_proxy_of_the_environment_is_asked(
     assert len(proxy.log) == 1
 
 
-def test_proxy_of_enroots_configuration_tunnels_tls(
+def test_https_proxy_from_enroot_conf_tunnels_the_registry_request(
     alice: Asker, started: Callable[..., Registry], fronts: Callable[..., Front]
 ) -> None:
     registry = started(tls=True)
@@ -286,7 +298,7 @@ def test_proxy_of_enroots_configuration_tunnels_tls(
     assert [(seen.method, seen.path) for seen in proxy.log] == [("CONNECT", registry.host)]
 
 
-def test_proxy_that_is_not_there_is_silent(alice: Asker, registry: Registry) -> None:
+def test_unreachable_proxy_is_declined_as_registry_silent(alice: Asker, registry: Registry) -> None:
     alice.variables["http_proxy"] = "http://127.0.0.1:1"
     assert alice.ask(f"{registry.host}#{IMAGE}:1").reason == "registry-silent"
     assert registry.log == []
@@ -296,7 +308,7 @@ def test_proxy_that_is_not_there_is_silent(alice: Asker, registry: Registry) -> 
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirect_is_followed(
+def test_registry_redirect_is_followed(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], status: int
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
@@ -306,7 +318,9 @@ def test_redirect_is_followed(
     assert asked(registry.front) == HEADS
 
 
-def test_five_redirects_are_followed_and_no_more(alice: Asker, registry: Registry) -> None:
+def test_registry_redirects_are_followed_at_most_five_times(
+    alice: Asker, registry: Registry
+) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)
     for n in range(6):
         target = f"/v2/r/manifests/{n - 1}" if n else f"/v2/{IMAGE}/manifests/1"
@@ -323,7 +337,7 @@ def test_five_redirects_are_followed_and_no_more(alice: Asker, registry: Registr
         *("http://alice:secret@127.0.0.1/", "http://127.0.0.1:99999999/", "http://{a,b}/x"),
     ],
 )
-def test_redirect_to_what_is_no_http_url_is_refused(
+def test_registry_redirect_to_a_url_that_is_not_http_is_declined(
     alice: Asker, registry: Registry, target: str
 ) -> None:
     registry.front.on(".*", ".*", redirects(target))
@@ -331,7 +345,7 @@ def test_redirect_to_what_is_no_http_url_is_refused(
     assert len(registry.log) == 1
 
 
-def test_redirect_to_http_is_refused(
+def test_registry_redirect_from_https_to_http_is_declined(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], open_path: Path
 ) -> None:
     registry.push(f"{IMAGE}:1", FILES)

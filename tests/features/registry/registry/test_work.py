@@ -49,7 +49,7 @@ def registry(site: Site) -> Iterator[Callable[..., Registry]]:
         one.stop()
 
 
-def test_image_is_imported_once_and_then_found(site: Site) -> None:
+def test_second_worker_finds_the_imported_image_without_an_import(site: Site) -> None:
     with site.start() as first:
         said = until(first)
     assert [type(word) for word in said] == [DigestResolved, ImportUnderWay, ImageReady]
@@ -62,7 +62,7 @@ def test_image_is_imported_once_and_then_found(site: Site) -> None:
     assert site.names() == {"sqsh", "json"}
 
 
-def test_image_is_the_users_alone(site: Site) -> None:
+def test_imported_image_and_its_directory_are_private_to_the_user(site: Site) -> None:
     word = last(site.start())
     assert isinstance(word, ImageReady)
     found = os.stat(word.path)
@@ -71,13 +71,13 @@ def test_image_is_the_users_alone(site: Site) -> None:
     assert site.imports[0].split()[1] == str(ALICE.uid)
 
 
-def test_enroot_is_nice_and_makes_directories_that_others_may_enter(site: Site) -> None:
+def test_enroot_import_runs_with_nice_10_and_umask_0022(site: Site) -> None:
     """The mode of an image's root is that of a directory which enroot makes."""
     assert isinstance(last(site.start()), ImageReady)
     assert site.imports[0].split()[2:4] == ["umask=0022", "nice=10"]
 
 
-def test_another_user_imports_for_themselves(site: Site) -> None:
+def test_each_user_has_a_separate_import_of_the_same_image(site: Site) -> None:
     first, second = last(site.start()), last(site.start(BOB))
     assert isinstance(first, ImageReady)
     assert isinstance(second, ImageReady)
@@ -85,7 +85,7 @@ def test_another_user_imports_for_themselves(site: Site) -> None:
     assert len(site.imports) == 2
 
 
-def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> None:
+def test_two_concurrent_workers_make_one_import(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first, site.start(environ=wait, host="n2") as second:
         said = [until(one, ImportUnderWay)[-1] for one in (first, second)]
@@ -98,7 +98,7 @@ def test_two_workers_at_once_make_one_import(site: Site, open_path: Path) -> Non
     assert len(site.imports) == 1
 
 
-def test_image_has_no_name_before_it_is_whole(site: Site, open_path: Path) -> None:
+def test_image_in_the_store_gets_its_name_only_when_complete(site: Site, open_path: Path) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "go on")}
     with site.start(environ=wait) as first:
         until(first, ImportUnderWay)
@@ -109,7 +109,7 @@ def test_image_has_no_name_before_it_is_whole(site: Site, open_path: Path) -> No
         assert isinstance(until(first)[-1], ImageReady)
 
 
-def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
+def test_waiting_worker_of_the_same_machine_imports_at_once_after_the_importing_worker_was_killed(
     site: Site, open_path: Path
 ) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
@@ -122,7 +122,9 @@ def test_killed_importer_is_followed_at_once_by_one_of_its_machine(
     assert len(site.imports) == 2
 
 
-def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, open_path: Path) -> None:
+def test_worker_stopped_by_its_parent_releases_the_import_to_the_next_worker(
+    site: Site, open_path: Path
+) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     first = site.start(environ=wait)
     until(first, ImportUnderWay)
@@ -133,7 +135,7 @@ def test_worker_whose_stdin_ends_lets_the_next_one_go_on(site: Site, open_path: 
     assert site.names() == {"sqsh", "json"}, "neither a part nor a lease is left"
 
 
-def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -> None:
+def test_processes_of_enroot_end_with_the_worker(site: Site, open_path: Path) -> None:
     first = site.start(environ={"STANDIN_WAIT": str(open_path / "never")})
     until(first, ImportUnderWay)
     while not site.imports:
@@ -143,7 +145,7 @@ def test_what_enroot_started_ends_with_the_worker(site: Site, open_path: Path) -
 
 
 @pytest.mark.parametrize("by_slurm", [False, True])
-def test_import_that_nobody_waits_for_leaves_no_temporary_files(
+def test_cancelled_import_leaves_no_temporary_files(
     site: Site, open_path: Path, by_slurm: bool
 ) -> None:
     """Slurm signals all of the step's cgroup; elsewhere the worker's stdin ends."""
@@ -163,7 +165,7 @@ def test_import_that_nobody_waits_for_leaves_no_temporary_files(
     first.kill()
 
 
-def test_import_that_was_killed_leaves_no_temporary_files(site: Site, open_path: Path) -> None:
+def test_killed_import_leaves_no_temporary_files(site: Site, open_path: Path) -> None:
     """By the kernel, say, for want of memory."""
     with site.start(environ={"STANDIN_WAIT": str(open_path / "never")}) as first:
         until(first, ImportUnderWay)
@@ -188,7 +190,7 @@ def title(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
 
 
-def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_path: Path) -> None:
+def test_failed_import_is_reported_to_all_waiting_workers(site: Site, open_path: Path) -> None:
     fifo = open_path / "go on"
     fails = {"STANDIN_WAIT": str(fifo), "STANDIN_IMAGE": "/dev/null"}
     with site.start(environ=fails) as first, site.start(environ=fails, host="n2") as second:
@@ -201,7 +203,7 @@ def test_failed_import_tells_enroots_words_to_all_who_waited(site: Site, open_pa
     assert len(site.imports) == 1
 
 
-def test_next_job_tries_anew_what_failed_before(site: Site) -> None:
+def test_next_worker_imports_again_after_a_failed_import(site: Site) -> None:
     word = last(site.start(environ={"STANDIN_FAIL": "URL error code: 401 Unauthorized"}))
     assert isinstance(word, ImportRefused)
     assert word.reason == "import-failed"
@@ -209,13 +211,13 @@ def test_next_job_tries_anew_what_failed_before(site: Site) -> None:
     assert isinstance(last(site.start()), ImageReady)
 
 
-def test_words_of_enroot_bring_no_control_characters(site: Site) -> None:
+def test_enroots_error_text_is_printable(site: Site) -> None:
     word = last(site.start(environ={"STANDIN_FAIL": "\x1b[2Jgone \x07"}))
     assert isinstance(word, ImportRefused)
     assert word.detail.isprintable()
 
 
-def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
+def test_import_into_a_full_store_is_refused_and_leaves_no_part(site: Site) -> None:
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
     word = last(site.start(environ={"STANDIN_FILL": "4"}))
     assert isinstance(word, ImportRefused)
@@ -223,7 +225,9 @@ def test_store_that_is_full_is_told_and_left_clean(site: Site) -> None:
     assert not {name for name in site.names() if name.endswith("part")}
 
 
-def test_node_whose_temporary_files_find_no_room_fails_alone(site: Site, open_path: Path) -> None:
+def test_full_temporary_directory_fails_the_import_on_that_node_only(
+    site: Site, open_path: Path
+) -> None:
     """The store has room, and another node's disk may have."""
     temp = site.temp / str(ALICE.uid)
     owner = f"size=64k,uid={ALICE.uid},gid={ALICE.gid},mode=700"
@@ -239,7 +243,7 @@ def test_node_whose_temporary_files_find_no_room_fails_alone(site: Site, open_pa
     assert isinstance(last(site.start(host="n2")), ImageReady)
 
 
-def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> None:
+def test_full_store_is_reported_to_all_waiting_workers(site: Site, open_path: Path) -> None:
     """What says so needs room itself, which the half of an image takes until it is deleted."""
     mounts.mount("tmpfs", str(site.store), 0, "tmpfs", "size=1M,mode=1777")
     fifo = open_path / "go on"
@@ -252,7 +256,7 @@ def test_those_who_wait_hear_of_a_full_store(site: Site, open_path: Path) -> Non
     assert len(site.imports) == 1
 
 
-def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
+def test_import_refused_by_a_full_store_is_not_repeated_until_space_is_free(
     site: Site, open_path: Path
 ) -> None:
     places = NodePaths(open_path)
@@ -285,7 +289,9 @@ def test_image_that_found_no_room_is_not_imported_again_until_there_is_more(
     assert isinstance(last(site.start(**marks)), ImageReady)
 
 
-def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None:
+def test_full_store_note_is_ignored_once_the_store_has_more_free_space(
+    site: Site, open_path: Path
+) -> None:
     places = NodePaths(open_path)
     places.images.mkdir(parents=True)
     with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
@@ -295,7 +301,7 @@ def test_room_that_came_ends_what_was_noted(site: Site, open_path: Path) -> None
     assert isinstance(last(site.start(marks=str(places.images))), ImageReady)
 
 
-def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
+def test_image_with_layers_larger_than_the_stores_free_space_is_refused_before_the_import(
     site: Site, open_path: Path, tmp_path: Path
 ) -> None:
     real = registries.start(tmp_path / "registry")
@@ -316,7 +322,7 @@ def test_image_whose_layers_are_larger_than_the_store_is_not_begun(
 @pytest.mark.parametrize(
     ("user", "mode", "may"), [(ALICE, "r", True), (ALICE, "r+", False), (BOB, "r", False)]
 )
-def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
+def test_full_store_note_is_readable_only_by_its_user_and_not_writable(
     open_path: Path, user: User, mode: str, may: bool
 ) -> None:
     """On /run, which is memory, whoever owns a file may take all of it."""
@@ -337,13 +343,13 @@ def test_note_of_a_full_store_is_for_its_user_alone_and_not_to_change(
     assert as_user.run_in_child(work, bool, 60.0)[0] == may
 
 
-def test_file_above_the_largest_size_is_refused(site: Site) -> None:
+def test_import_larger_than_max_size_is_refused(site: Site) -> None:
     word = last(site.start(max_size=1 << 20, environ={"STANDIN_FILL": "4"}))
     assert isinstance(word, ImportRefused)
     assert word.reason == "too-large", word
 
 
-def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
+def test_read_only_store_serves_its_images_and_refuses_imports(site: Site) -> None:
     assert isinstance(last(site.start()), ImageReady)
     mounts.mount(str(site.store), str(site.store), mounts.MS_BIND)
     flags = mounts.MS_REMOUNT | mounts.MS_BIND | mounts.MS_RDONLY
@@ -354,7 +360,7 @@ def test_store_that_is_read_only_serves_what_it_has(site: Site) -> None:
     assert word.reason == "store-gone"
 
 
-def test_store_that_is_not_there_is_told(site: Site, open_path: Path) -> None:
+def test_missing_store_directory_is_refused_as_store_gone(site: Site, open_path: Path) -> None:
     word = last(site.start(directory=str(open_path / "not mounted")))
     assert isinstance(word, ImportRefused)
     assert word.reason == "store-gone"
@@ -362,7 +368,9 @@ def test_store_that_is_not_there_is_told(site: Site, open_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["another's", "open to others", "link"])
-def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str) -> None:
+def test_users_store_directory_with_another_owner_open_mode_or_link_is_refused(
+    site: Site, kind: str
+) -> None:
     folder, mine = site.folder(), site.home / str(ALICE.uid)
     if kind == "link":
         folder.symlink_to(mine)
@@ -379,7 +387,9 @@ def test_directory_that_is_not_the_users_alone_is_not_used(site: Site, kind: str
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["link", "fifo", "half", "text"])
-def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None:
+def test_invalid_file_with_an_images_name_in_the_store_is_replaced_by_an_import(
+    site: Site, kind: str
+) -> None:
     word = last(site.start())
     assert isinstance(word, ImageReady)
     path = Path(word.path)
@@ -396,7 +406,7 @@ def test_what_only_has_an_images_name_is_not_used(site: Site, kind: str) -> None
     assert path.read_bytes() == site.image.read_bytes()
 
 
-def test_digest_of_a_job_is_one_although_its_tag_moves(
+def test_all_nodes_of_a_job_use_the_first_digest_after_the_tag_moves(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(digest=OLD)
@@ -413,7 +423,7 @@ def test_digest_of_a_job_is_one_although_its_tag_moves(
     assert there.asked == 2
 
 
-def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
+def test_node_resolves_the_tag_for_its_job_if_the_lead_node_is_silent(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(digest=OLD)
@@ -424,7 +434,7 @@ def test_node_whose_leader_is_silent_resolves_alone_and_says_it_to_all(
         assert [word.digest for word in until(leader) if isinstance(word, DigestResolved)] == [OLD]
 
 
-def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
+def test_step_uses_its_jobs_digest_or_resolves_the_tag_itself(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(digest=OLD)
@@ -447,7 +457,7 @@ def test_step_has_the_digest_of_its_job_and_else_one_of_its_own(
         {"SLURM_JOB_START_TIME": "1800000001"},  # a cluster that counts from 1 again
     ],
 )
-def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
+def test_jobs_with_the_same_number_on_other_clusters_or_runs_share_no_digest(
     site: Site, registry: Callable[..., Registry], other: dict[str, str]
 ) -> None:
     there = registry(digest=OLD)
@@ -463,7 +473,7 @@ def test_jobs_of_two_clusters_with_one_number_do_not_share_a_digest(
 
 
 @pytest.mark.parametrize(("status", "reason"), [(503, ""), (403, "registry-denied")])
-def test_last_digest_stands_in_for_a_silent_registry_but_not_for_a_refusal(
+def test_last_known_digest_is_used_for_a_silent_registry_but_not_after_a_refusal(
     site: Site, registry: Callable[..., Registry], status: int, reason: str
 ) -> None:
     there = registry(digest=OLD)
@@ -474,7 +484,7 @@ def test_last_digest_stands_in_for_a_silent_registry_but_not_for_a_refusal(
     assert (word.reason if isinstance(word, ImportRefused) else "") == reason, word
 
 
-def test_silent_registry_is_told_where_the_admin_wants_that(
+def test_silent_registry_is_refused_without_offline_use_last(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(digest=OLD)
@@ -485,7 +495,7 @@ def test_silent_registry_is_told_where_the_admin_wants_that(
     assert word.reason == "registry-silent"
 
 
-def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
+def test_busy_registry_gets_one_import_by_tag_for_all_nodes_of_a_job(
     site: Site, registry: Callable[..., Registry]
 ) -> None:
     there = registry(status=429)
@@ -497,7 +507,7 @@ def test_busy_registry_gets_one_import_by_the_tag_for_all_of_a_job(
     assert last(site.start(**{**facts, "job": "13"})) != first
 
 
-def test_enroot_without_digests_discards_what_moved_meanwhile(
+def test_import_by_an_old_enroot_is_discarded_if_the_tag_moved_meanwhile(
     site: Site, registry: Callable[..., Registry], open_path: Path
 ) -> None:
     there = registry(digest=OLD)
@@ -513,7 +523,7 @@ def test_enroot_without_digests_discards_what_moved_meanwhile(
 
 
 @pytest.mark.parametrize("by_link", [False, True])
-def test_store_on_the_disk_of_the_cache_is_not_used(
+def test_store_on_the_caches_disk_is_refused_as_store_local(
     site: Site, open_path: Path, by_link: bool
 ) -> None:
     """Whoever has a directory there fills the disk, and nothing bounds it."""
@@ -527,13 +537,13 @@ def test_store_on_the_disk_of_the_cache_is_not_used(
     assert isinstance(last(site.start(cache=str(cache))), ImageReady)
 
 
-def test_reference_that_is_none_is_refused(site: Site) -> None:
+def test_worker_refuses_an_invalid_reference(site: Site) -> None:
     word = last(site.start(reference="docker://A B"))
     assert isinstance(word, ImportRefused)
     assert word.reason == "bad-reference"
 
 
-def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
+def test_six_nodes_of_a_job_make_one_head_request_and_one_import(
     site: Site, started: Callable[..., registries.Registry]
 ) -> None:
     there = started()
@@ -561,7 +571,9 @@ def test_many_nodes_of_a_job_cost_the_registry_one_question_and_one_import(
     assert [one.method for one in there.log[before:]] == ["HEAD"]
 
 
-def test_node_whose_import_was_taken_over_waits_for_the_other(site: Site, open_path: Path) -> None:
+def test_worker_that_lost_its_import_lease_stops_and_imports_again_later(
+    site: Site, open_path: Path
+) -> None:
     wait = {"STANDIN_WAIT": str(open_path / "never")}
     with site.start(environ=wait) as first:
         until(first, ImportUnderWay)

@@ -34,7 +34,7 @@ def saying(script: str) -> RegistryWorker:
     return RegistryWorker(run.start_piped_program(None, ("sh", "-c", script), ()))
 
 
-def test_words_come_as_they_are_said() -> None:
+def test_worker_message_is_received_before_the_worker_exits() -> None:
     with saying(f"echo '{WORD}'; echo '{WORD}'; read end") as at_work:
         assert until(at_work, ImportProgress)[0] == ImportProgress("1 GiB")
         assert not at_work.ended
@@ -53,7 +53,7 @@ def test_words_come_as_they_are_said() -> None:
         "printf '{\"type\":'",
     ],
 )
-def test_worker_that_says_nonsense_floods_or_dies_is_refused_and_ends(script: str) -> None:
+def test_worker_that_writes_garbage_floods_or_dies_is_refused_and_killed(script: str) -> None:
     with saying(script) as at_work:
         word = until(at_work)[-1]
     assert isinstance(word, ImportRefused)
@@ -62,26 +62,26 @@ def test_worker_that_says_nonsense_floods_or_dies_is_refused_and_ends(script: st
     assert not _runs(at_work.pid)
 
 
-def test_flood_of_words_ends_in_a_refusal() -> None:
+def test_worker_that_sends_too_many_messages_is_refused() -> None:
     with saying(f"exec yes '{WORD}'") as at_work:
         said = until(at_work)
     assert isinstance(said[-1], ImportRefused)
     assert len(said) * (len(WORD) + 1) <= MOST + 2 * 65536
 
 
-def test_reason_that_we_do_not_know_becomes_no_label() -> None:
+def test_unknown_reason_from_a_worker_becomes_registry_odd() -> None:
     with saying("""echo '{"type":"refused","reason":"my-own","detail":"x"}'""") as at_work:
         assert until(at_work) == [ImportRefused("registry-odd", "x")]
 
 
-def test_nothing_counts_after_the_last_word() -> None:
+def test_worker_messages_after_a_refusal_are_ignored() -> None:
     last = '{"type":"refused","reason":"import-failed","detail":"x"}'
     with saying(f"echo '{last}'; echo '{WORD}'; echo nonsense") as at_work:
         assert until(at_work) == [ImportRefused("import-failed", "x")]
         assert at_work.words() == []
 
 
-def test_kill_ends_all_of_the_session_whatever_groups_it_made() -> None:
+def test_killing_a_worker_ends_all_processes_of_its_session() -> None:
     groups = "set -m; sleep inf & set +m; trap '' HUP TERM; sleep inf &"
     at_work = saying(f"{groups} echo '{WORD}'; read end; sleep inf")
     until(at_work, ImportProgress)
@@ -103,7 +103,7 @@ signal.pause()
 
 
 @pytest.mark.usefixtures("machine")
-def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
+def test_killing_a_worker_ends_its_constantly_forking_processes() -> None:
     """None of them lives long enough to be killed by its number."""
     at_work = RegistryWorker(run.start_piped_program(CAROL, (sys.executable, "-c", COMETS), ()))
     until(at_work, ImportProgress)
@@ -113,7 +113,7 @@ def test_processes_that_fork_and_end_all_the_time_end_with_the_worker() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
+def test_worker_runs_with_all_ids_of_the_user_and_no_capabilities() -> None:
     program = run.start_piped_program(
         CAROL, ("sh", "-c", "cat /proc/self/status; id -G; read end"), ()
     )
@@ -130,7 +130,7 @@ def test_worker_is_the_user_in_all_ids_and_has_no_privilege() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_worker_inherits_no_capability() -> None:
+def test_worker_does_not_inherit_an_inheritable_capability() -> None:
     script = """
 import os
 from forestage.features.registry.worker import RegistryWorker
@@ -149,7 +149,7 @@ RegistryWorker(program).kill()
 
 
 @pytest.mark.usefixtures("machine")
-def test_program_for_a_user_is_not_started_by_a_process_that_is_root_as_well() -> None:
+def test_process_with_a_root_real_uid_and_a_user_effective_uid_starts_no_program() -> None:
     script = """
 import os
 from forestage.errors import Failed

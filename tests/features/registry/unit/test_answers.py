@@ -39,7 +39,7 @@ def answer(*headers: tuple[str, str], status: int = 200, body: bytes = b"") -> R
         (b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 500 x\r\n\r\n", 200, (), b"HTTP/1.1 500 x\r\n\r\n"),
     ],
 )
-def test_answer_is_status_headers_and_body(
+def test_registry_reply_is_parsed_into_status_headers_and_body(
     raw: bytes, status: int, headers: tuple[tuple[str, str], ...], body: bytes
 ) -> None:
     assert answers.parse(raw) == RegistryReply(status, headers, body)
@@ -52,20 +52,20 @@ def test_answer_is_status_headers_and_body(
         *(b"HTTP/1.1 100 Continue\r\n\r\n", b"<html>\n\n", b"HTTP/1.1 abc OK\r\n\r\n"),
     ],
 )
-def test_what_is_no_http_is_an_error(raw: bytes) -> None:
+def test_registry_reply_that_is_not_http_raises_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError, match="no "):
         answers.parse(raw)
 
 
 @given(st.binary(max_size=60).map(lambda tail: b"HTTP/1.1 200 OK\r\n" + tail) | st.binary())
-def test_any_bytes_are_an_answer_or_an_error(raw: bytes) -> None:
+def test_registry_reply_of_any_bytes_is_parsed_or_raises_value_error(raw: bytes) -> None:
     with contextlib.suppress(ValueError):
         found = answers.parse(raw)
         assert 0 <= found.status <= 999
         assert found.digest == ""
 
 
-def test_digest_is_believed_only_if_it_is_one() -> None:
+def test_digest_header_is_accepted_only_as_a_valid_sha256_digest() -> None:
     name = "docker-content-digest"
     assert answer((name, DIGEST)).digest == DIGEST
     for value in ("", "sha256:0", f"{DIGEST} ", f"{DIGEST},{DIGEST}", f"sha512:{'0' * 64}"):
@@ -95,7 +95,7 @@ def test_digest_is_believed_only_if_it_is_one() -> None:
         (["x" * 9000 + ", Basic"], None),
     ],
 )
-def test_challenge_is_the_best_that_can_be_met(
+def test_best_supported_authentication_challenge_is_chosen(
     values: list[str], found: AuthChallenge | None
 ) -> None:
     assert answers.challenge(answer(*(("www-authenticate", v) for v in values))) == found
@@ -108,7 +108,7 @@ def test_challenge_is_the_best_that_can_be_met(
         ("https://a/t?x=1", "https://a/t?x=1&service=a+b&scope=repository%3Ax%3Apull%26y"),
     ],
 )
-def test_token_is_asked_for_with_what_the_registry_named(realm: str, url: str) -> None:
+def test_token_url_contains_the_parameters_of_the_challenge(realm: str, url: str) -> None:
     asked = (("service", "a b"), ("scope", "repository:x:pull&y"))
     assert answers.token_url(AuthChallenge("bearer", realm, asked)) == url
     assert answers.token_url(AuthChallenge("bearer", realm)) == realm
@@ -123,7 +123,7 @@ def test_token_is_asked_for_with_what_the_registry_named(realm: str, url: str) -
         ("https://[::1]:5000/x", UrlOrigin("https", "[::1]", 5000)),
     ],
 )
-def test_origin_is_scheme_host_and_port(url: str, found: UrlOrigin) -> None:
+def test_url_origin_is_scheme_host_and_port(url: str, found: UrlOrigin) -> None:
     assert answers.origin(url) == found
 
 
@@ -136,12 +136,12 @@ def test_origin_is_scheme_host_and_port(url: str, found: UrlOrigin) -> None:
         *("https://-a/", "https://a:/", "https://a:x/", "https://a/" + "x" * 5000, "https://a;b/"),
     ],
 )
-def test_url_that_two_might_read_differently_is_none(url: str) -> None:
+def test_ambiguous_url_raises_value_error(url: str) -> None:
     with pytest.raises(ValueError, match="no URL"):
         answers.origin(url)
 
 
-def test_location_counts_with_a_redirect_only() -> None:
+def test_location_header_is_used_only_with_a_redirect_status() -> None:
     there = ("location", "../x#y")
     assert answers.location(answer(there, status=307), "https://a/b/c") == "https://a/x"
     assert answers.location(answer(there, status=200), "https://a/b/c") == ""
@@ -158,12 +158,12 @@ def test_location_counts_with_a_redirect_only() -> None:
         (b'{"token": "t", "access_token": "a"}', "t"),
     ],
 )
-def test_token_is_read(body: bytes, found: str) -> None:
+def test_token_is_read_from_token_or_access_token(body: bytes, found: str) -> None:
     assert answers.token(body) == found
 
 
 @pytest.mark.parametrize("text", ["", "a b", 'a"b', "a\\b", "a\nb", "é", "x" * 70_000])
-def test_token_that_would_not_stay_in_its_header_is_none(text: str) -> None:
+def test_token_that_does_not_fit_a_header_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="no token"):
         answers.token(json.dumps({"token": text}).encode())
 
@@ -180,7 +180,7 @@ def test_token_that_would_not_stay_in_its_header_is_none(text: str) -> None:
         (b"[" * 100_000, False),
     ],
 )
-def test_page_is_no_manifest(body: bytes, is_one: bool) -> None:
+def test_manifest_is_recognized_by_schema_version_2(body: bytes, is_one: bool) -> None:
     assert answers.is_manifest(body) is is_one
 
 
@@ -195,10 +195,10 @@ def test_page_is_no_manifest(body: bytes, is_one: bool) -> None:
         ("Thu, 99 Jan 1970 00:00:30 GMT", None),
     ],
 )
-def test_retry_after_is_seconds_or_a_date(value: str, seconds: float | None) -> None:
+def test_retry_after_header_is_parsed_as_seconds_or_date(value: str, seconds: float | None) -> None:
     assert answers.retry_after(answer(("retry-after", value)), now=60.0) == seconds
 
 
-def test_only_what_may_be_better_soon_is_transient() -> None:
+def test_only_silent_and_busy_registry_declines_are_transient() -> None:
     kinds = {"denied": False, "missing": False, "odd": False, "silent": True, "busy": True}
     assert {k: RegistryDeclined(f"registry-{k}", "x").transient for k in kinds} == kinds

@@ -35,12 +35,12 @@ def going(files: list[StoreFile], keep: float = 30 * DAY, most: int | None = Non
     return [one.name for one in collect.plan(files, keep, most).images]
 
 
-def test_images_that_nobody_used_for_long_go() -> None:
+def test_collection_plan_deletes_images_unused_for_the_keep_time() -> None:
     files = image("a", 31 * DAY) + image("b", 29 * DAY)
     assert going(files) == ["a"]
 
 
-def test_of_too_many_bytes_those_used_longest_ago_go() -> None:
+def test_collection_plan_over_the_size_limit_deletes_the_least_recently_used_images() -> None:
     files = image("a", 3 * DAY) + image("b", 1 * DAY) + image("c", 2 * DAY)
     assert going(files, most=250) == ["a"]
     assert going(files, most=100) == ["a", "c"]
@@ -48,23 +48,23 @@ def test_of_too_many_bytes_those_used_longest_ago_go() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "0123456789abcdef.part"])
-def test_other_files_and_parts_leave_images_so_much_less(kind: str) -> None:
+def test_collection_plan_counts_parts_and_other_files_to_the_size_limit(kind: str) -> None:
     files = [*image("a", 3 * DAY), *image("b", 1 * DAY), StoreFile("c", "c", kind, 100)]
     assert going(files, most=300) == []
     assert going(files, most=299) == ["a"]
 
 
-def test_image_that_was_used_a_moment_ago_stays_whatever_there_is() -> None:
+def test_collection_plan_keeps_a_recently_used_image_over_the_size_limit() -> None:
     files = image("a", RECENT - 1) + image("b", RECENT + 1)
     assert going(files, most=1) == ["b"]
 
 
-def test_image_of_one_job_goes_soon() -> None:
+def test_collection_plan_deletes_an_image_of_a_single_job_sooner() -> None:
     files = image("job-a", OF_JOB + 1) + image("job-b", OF_JOB - 1)
     assert going(files) == ["job-a"]
 
 
-def test_image_without_a_record_counts_from_its_import() -> None:
+def test_collection_plan_ages_an_image_without_a_record_from_its_import() -> None:
     assert going([StoreFile("a.sqsh", "a", "sqsh", 1, age=31 * DAY)]) == ["a"]
     assert going([StoreFile("a.sqsh", "a", "sqsh", 1, age=DAY)]) == []
 
@@ -82,18 +82,20 @@ def test_image_without_a_record_counts_from_its_import() -> None:
         ("tag", RECORDS),
     ],
 )
-def test_what_is_left_over_goes_after_its_time_and_not_before(kind: str, age: float) -> None:
+def test_collection_plan_deletes_each_kind_of_leftover_after_its_lifetime(
+    kind: str, age: float
+) -> None:
     assert collect.plan([file(kind, age - 1)], DAY, None).files == ()
     assert len(collect.plan([file(kind, age + 1)], DAY, None).files) == 1
 
 
-def test_part_of_an_import_that_lives_stays() -> None:
+def test_collection_plan_keeps_the_part_of_a_running_import() -> None:
     part = file("0123456789abcdef.part", 9 * DAY)
     assert collect.plan([part, file("lease.3", 20)], DAY, None).files == ()
     assert collect.plan([part, file("lease.3", 20, "b")], DAY, None).files == (part.path,)
 
 
-def test_plan_of_many_files_looks_at_each_a_few_times() -> None:
+def test_collection_plan_compares_each_file_only_a_few_times() -> None:
     """A user of many jobs has a record of each, and who plans has a minute."""
     looks = 0
 
@@ -112,7 +114,7 @@ def test_plan_of_many_files_looks_at_each_a_few_times() -> None:
     assert looks < 5 * 500
 
 
-def test_what_is_unknown_stays() -> None:
+def test_collection_plan_keeps_unknown_files() -> None:
     assert (
         collect.plan([StoreFile("notes.txt", "notes.txt", "", 1, age=99 * DAY)], DAY, None).files
         == ()
@@ -135,7 +137,7 @@ def unused(folder: Path, seconds: float) -> StoreCollection:
     return StoreCollection("token", seconds, times)
 
 
-def test_plan_is_carried_out(folder: Path) -> None:
+def test_collection_deletes_the_unused_image_and_its_files(folder: Path) -> None:
     known = unused(folder, 40 * DAY)
     os.utime(folder / "b.json")
     done = collect.collect(folder, 30 * DAY, None, known, False)
@@ -143,7 +145,7 @@ def test_plan_is_carried_out(folder: Path) -> None:
     assert sorted(one.name for one in folder.rglob("*")) == ["b.json", "b.sqsh", "jobs"]
 
 
-def test_dry_run_says_the_same_and_deletes_nothing(folder: Path) -> None:
+def test_collection_dry_run_reports_the_same_images_and_deletes_nothing(folder: Path) -> None:
     known = unused(folder, 40 * DAY)
     before = sorted(folder.rglob("*"))
     dry = collect.collect(folder, 30 * DAY, None, known, True)
@@ -153,7 +155,9 @@ def test_dry_run_says_the_same_and_deletes_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("used", [NOW, 1.0])
-def test_image_that_is_found_between_plan_and_deletion_stays(folder: Path, used: float) -> None:
+def test_collection_keeps_an_image_used_between_plan_and_deletion(
+    folder: Path, used: float
+) -> None:
     """By whatever clock: that of the node that uses it may be behind."""
     files = collect.with_ages(collect.look(folder), unused(folder, 40 * DAY), None)
     old = next(one for one in collect.plan(files, 30 * DAY, None).images if one.name == "a")
@@ -163,7 +167,7 @@ def test_image_that_is_found_between_plan_and_deletion_stays(folder: Path, used:
 
 
 @pytest.mark.parametrize("step", [-40 * DAY, -3600.0, 3600.0, 40 * DAY])
-def test_age_of_a_file_is_what_the_store_counts_whatever_its_times_say(
+def test_store_file_age_is_the_counted_unused_time_whatever_its_mtime(
     folder: Path, step: float
 ) -> None:
     """Who touched it had a clock of their own, and so has who looks: neither is asked."""
@@ -180,7 +184,7 @@ def test_age_of_a_file_is_what_the_store_counts_whatever_its_times_say(
     assert (touched.path, touched.age) == ("a.json", 0.0)
 
 
-def test_age_by_the_servers_clock_counts_where_it_sets_the_times() -> None:
+def test_store_file_age_uses_the_servers_clock_if_that_is_known() -> None:
     server = round(NOW * 1e9)
     seen = StoreFile("a.sqsh", "a", "sqsh", 1, server - round(31 * DAY * 1e9))
     (file,) = collect.with_ages([seen], StoreCollection(), server)
@@ -197,7 +201,7 @@ def visit(
     return sight if sight and sight.token == token else CollectionSighting(token, now), found
 
 
-def test_store_counts_no_more_seconds_than_a_node_has_seen_pass(folder: Path) -> None:
+def test_store_age_grows_only_by_seconds_that_a_nodes_monotonic_clock_counted(folder: Path) -> None:
     """Each node by its own monotonic clock, which begins where it likes."""
     first, found = visit(folder, None, 1e6)
     assert found is not None
@@ -217,7 +221,7 @@ def test_store_counts_no_more_seconds_than_a_node_has_seen_pass(folder: Path) ->
     assert [one.name for one in folder.glob("collected-*")] == ["collected-3"]
 
 
-def test_file_that_is_touched_between_two_collections_is_young_again(folder: Path) -> None:
+def test_store_file_touched_between_two_collections_has_age_0(folder: Path) -> None:
     sight, _ = visit(folder, None, 0.0)
     sight, _ = visit(folder, sight, AGAIN)
     os.utime(folder / "a.json", (1, 1))
@@ -229,7 +233,7 @@ def test_file_that_is_touched_between_two_collections_is_young_again(folder: Pat
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"token":"x","seconds":"much"}'])
-def test_damaged_record_of_a_collection_makes_nothing_old(folder: Path, damage: str) -> None:
+def test_damaged_collection_record_gives_all_files_age_0(folder: Path, damage: str) -> None:
     (folder / "collected-99999").write_text(damage)
     _, found = visit(folder, CollectionSighting("x", 0.0), 99 * DAY)
     assert found is not None
@@ -237,7 +241,7 @@ def test_damaged_record_of_a_collection_makes_nothing_old(folder: Path, damage: 
     assert (folder / "collected-100000").exists()
 
 
-def test_collection_notes_no_files_without_end(
+def test_collection_record_lists_a_limited_number_of_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_age, "MOST", 2)
@@ -246,7 +250,7 @@ def test_collection_notes_no_files_without_end(
     assert len(found.files) == 2
 
 
-def test_links_and_odd_files_are_neither_followed_nor_deleted(folder: Path) -> None:
+def test_collection_neither_follows_nor_deletes_links_and_fifos(folder: Path) -> None:
     other = folder.parent / "other"
     other.mkdir()
     (other / "1-y.json").touch()
@@ -260,7 +264,7 @@ def test_links_and_odd_files_are_neither_followed_nor_deleted(folder: Path) -> N
     assert (folder / "d.sqsh").exists()
 
 
-def test_directory_without_end_is_looked_at_in_part(
+def test_collection_lists_a_limited_number_of_directory_entries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collect, "MOST", 3)

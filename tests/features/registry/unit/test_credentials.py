@@ -57,12 +57,12 @@ def said(words: str) -> str:
         ("", "joe", None),
     ],
 )
-def test_login_is_that_of_host_and_user(host: str, user: str, password: str | None) -> None:
+def test_login_is_selected_by_host_and_user(host: str, user: str, password: str | None) -> None:
     found = credentials.login(FILE, host, user, said)
     assert found == (None if password is None else RegistryLogin(user, password))
 
 
-def test_only_the_command_of_host_and_user_is_run() -> None:
+def test_only_the_credentials_command_of_the_host_and_user_is_run() -> None:
     ran: list[str] = []
 
     def run(words: str) -> str:
@@ -76,7 +76,7 @@ def test_only_the_command_of_host_and_user_is_run() -> None:
     assert len(ran) == 1
 
 
-def test_output_of_a_command_adds_no_entry_for_another_host() -> None:
+def test_output_of_a_credentials_command_adds_no_entry_for_another_host() -> None:
     """It may have lines, as a JSON key has whose \\n the shell's echo turns into them."""
     text = "machine a.io login joe password $x\n"
     found = credentials.login(text, "a.io", "joe", lambda words: "one\nmachine b.io login joe")
@@ -90,7 +90,9 @@ def test_output_of_a_command_adds_no_entry_for_another_host() -> None:
         *(("a.io:5000", "joe"), ("b.io", ""), ("vcr.io", ""), ("other.io", ""), ("nvcrXio", "")),
     ],
 )
-def test_user_is_inferred_from_the_first_line_of_the_registry(registry: str, user: str) -> None:
+def test_user_is_inferred_from_the_registrys_first_credentials_line(
+    registry: str, user: str
+) -> None:
     assert credentials.user_for(FILE, registry) == user
 
 
@@ -107,22 +109,26 @@ def test_user_is_inferred_from_the_first_line_of_the_registry(registry: str, use
         ("other.io", "joe", False),
     ],
 )
-def test_file_is_used_where_enroot_would_use_it(registry: str, user: str, known: bool) -> None:
+def test_credentials_file_matches_a_registry_and_user_as_in_enroot(
+    registry: str, user: str, known: bool
+) -> None:
     assert credentials.knows(FILE, registry, user) is known
 
 
 @given(st.text(st.sampled_from('machine a.iologndefaultpsw"\\$# \t\n'), max_size=200))
-def test_any_text_is_read(text: str) -> None:
+def test_credentials_file_with_any_password_text_is_parsed(text: str) -> None:
     found = credentials.login(f"machine a.io login joe {text}", "a.io", "joe", lambda words: words)
     assert found is None or (found.user == "joe" and found.password)
 
 
-def test_header_is_what_http_wants() -> None:
+def test_login_is_encoded_as_a_basic_authorization_header() -> None:
     pair = base64.b64decode(RegistryLogin("joe", "pä:ss").basic.removeprefix("Basic "))
     assert pair.decode() == "joe:pä:ss"
 
 
-def test_file_is_read_up_to_a_mebibyte_and_nothing_else_is(tmp_path: Path) -> None:
+def test_credentials_file_over_a_mebibyte_or_no_regular_file_is_read_as_empty(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "c"
     assert credentials.text(str(file)) == ""
     file.write_bytes(b"x" * credentials.LONGEST)

@@ -40,7 +40,9 @@ def join(store: ImageStore, me: ImportLeaseRecord, now: float) -> tuple[ImportLe
     return ImportLease(store, NAME, me, clock), clock
 
 
-def test_one_of_two_imports_and_the_other_knows_whom(store: ImageStore) -> None:
+def test_import_lease_is_acquired_by_one_worker_and_names_its_holder_to_the_second(
+    store: ImageStore,
+) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, _ = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -48,7 +50,7 @@ def test_one_of_two_imports_and_the_other_knows_whom(store: ImageStore) -> None:
     assert b.holder == a.me
 
 
-def test_who_beats_keeps_the_import_for_ever(store: ImageStore) -> None:
+def test_import_lease_is_kept_while_its_worker_renews(store: ImageStore) -> None:
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -59,14 +61,18 @@ def test_who_beats_keeps_the_import_for_ever(store: ImageStore) -> None:
         assert not b.take()
 
 
-def test_hosts_of_one_name_on_one_store_do_not_take_each_other_for_dead(store: ImageStore) -> None:
+def test_import_lease_of_another_host_with_the_same_name_is_not_taken_over_at_once(
+    store: ImageStore,
+) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, _ = join(store, elsewhere("n1", "b"), 100)
     assert a.take()
     assert not b.take()
 
 
-def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: ImageStore) -> None:
+def test_import_lease_of_a_silent_worker_is_taken_over_after_a_minute_of_the_waiters_clock(
+    store: ImageStore,
+) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
@@ -77,7 +83,9 @@ def test_who_is_silent_is_followed_after_the_lookers_own_minute(store: ImageStor
     assert b.take()
 
 
-def test_of_many_lookers_one_follows(store: ImageStore) -> None:
+def test_import_lease_of_a_dead_worker_is_taken_over_by_one_of_eight_waiters(
+    store: ImageStore,
+) -> None:
     dead, _ = join(store, elsewhere("n0", "dead"), 0)
     assert dead.take()
     lookers = [join(store, elsewhere(f"n{n}", f"t{n}"), n) for n in range(1, 9)]
@@ -87,7 +95,7 @@ def test_of_many_lookers_one_follows(store: ImageStore) -> None:
     assert sum(one.take() for one, _ in lookers) == 1
 
 
-def test_who_was_followed_stops_at_the_next_beat(store: ImageStore) -> None:
+def test_worker_that_lost_its_import_lease_stops_at_its_next_renewal(store: ImageStore) -> None:
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
@@ -100,7 +108,7 @@ def test_who_was_followed_stops_at_the_next_beat(store: ImageStore) -> None:
     assert b.is_ours(), "who stops takes nothing from who follows"
 
 
-def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(
+def test_worker_without_its_lease_file_does_not_own_a_new_lease_of_the_same_number(
     store: ImageStore,
 ) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
@@ -114,7 +122,7 @@ def test_who_was_forgotten_stops_although_another_lease_has_the_same_number(
     assert b.is_ours()
 
 
-def test_pid_that_is_another_process_by_now_is_not_who_imports(store: ImageStore) -> None:
+def test_import_lease_of_a_reused_pid_is_taken_over_at_once(store: ImageStore) -> None:
     me = import_lease.of_this_process("n1")
     a = ImportLease(
         store, NAME, ImportLeaseRecord("a", "n1", me.boot, me.pids, os.getpid(), "1"), Clock()
@@ -123,7 +131,7 @@ def test_pid_that_is_another_process_by_now_is_not_who_imports(store: ImageStore
     assert ImportLease(store, NAME, me, Clock()).take()
 
 
-def test_pid_of_another_namespace_says_nothing(store: ImageStore) -> None:
+def test_import_lease_of_another_pid_namespace_is_not_taken_over_at_once(store: ImageStore) -> None:
     me = import_lease.of_this_process("n1")
     a = ImportLease(
         store, NAME, ImportLeaseRecord("a", "n1", me.boot, "pid:[1]", 4_000_000, "1"), Clock()
@@ -132,7 +140,7 @@ def test_pid_of_another_namespace_says_nothing(store: ImageStore) -> None:
     assert not ImportLease(store, NAME, me, Clock()).take()
 
 
-def test_end_leaves_nothing_behind(store: ImageStore) -> None:
+def test_end_of_an_import_lease_leaves_no_lease_files(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
@@ -142,7 +150,7 @@ def test_end_leaves_nothing_behind(store: ImageStore) -> None:
     assert {path.name for path in store.folder.iterdir()} <= {f"{NAME}.wanted"}
 
 
-def test_failure_is_for_those_who_waited_for_it(store: ImageStore) -> None:
+def test_import_failure_is_reported_only_to_workers_that_waited(store: ImageStore) -> None:
     a, _ = join(store, elsewhere("n1", "a"), 100)
     waited, _ = join(store, elsewhere("n2", "b"), 100)
     came_later, _ = join(store, elsewhere("n3", "c"), 100)
@@ -155,7 +163,7 @@ def test_failure_is_for_those_who_waited_for_it(store: ImageStore) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty", "nonsense", "fifo", "link", "directory"])
-def test_what_is_no_lease_is_overcome_after_a_minute(store: ImageStore, kind: str) -> None:
+def test_invalid_lease_file_is_taken_over_after_a_minute(store: ImageStore, kind: str) -> None:
     path = store.folder / f"{NAME}.lease.1"
     if kind == "fifo":
         os.mkfifo(path)

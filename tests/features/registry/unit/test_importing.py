@@ -18,29 +18,29 @@ def settings(**variables: str) -> EnrootSettings:
     return EnrootSettings(variables, "/home/a/.credentials", False, options, "x86_64", (4, 1, 2))
 
 
-def test_enroot_takes_no_more_processors_than_this_process_may_use() -> None:
+def test_enroot_max_processors_is_limited_to_the_processs_processors() -> None:
     mine = len(os.sched_getaffinity(0))
     for wanted, found in (("", mine), ("1", 1), ("4096", mine), ("0", mine), ("many", mine)):
         named = importing.variables(settings(ENROOT_MAX_PROCESSORS=wanted), None)
         assert named["ENROOT_MAX_PROCESSORS"] == str(found)
 
 
-def test_mksquashfs_keeps_within_a_quarter_of_the_memory() -> None:
+def test_import_limits_mksquashfs_to_a_quarter_of_the_memory_limit() -> None:
     named = importing.variables(settings(), 8 << 30)
     assert named["ENROOT_SQUASH_OPTIONS"] == "-comp lzo -noD -mem 2048M"
 
 
 @pytest.mark.parametrize("options", ["-mem 1G", "-comp zstd -mem-percent 10"])
-def test_users_own_word_on_memory_counts(options: str) -> None:
+def test_import_keeps_the_users_mksquashfs_memory_option(options: str) -> None:
     named = importing.variables(settings(options=options), 8 << 30)
     assert named["ENROOT_SQUASH_OPTIONS"] == options
 
 
-def test_without_a_limit_the_options_stay_as_they_are() -> None:
+def test_import_without_a_memory_limit_keeps_the_squash_options() -> None:
     assert importing.variables(settings(), None)["ENROOT_SQUASH_OPTIONS"] == "-comp lzo -noD"
 
 
-def test_place_for_what_enroot_unpacks_is_left_to_user_and_admin() -> None:
+def test_import_keeps_the_configured_enroot_temp_path() -> None:
     named = importing.variables(settings(ENROOT_TEMP_PATH="/scratch"), 1 << 30)
     assert named["ENROOT_TEMP_PATH"] == "/scratch"
     assert "ENROOT_TEMP_PATH" not in importing.variables(settings(), 1 << 30)
@@ -56,7 +56,7 @@ def groups(root: Path, line: str, limits: dict[str, str]) -> Path:
     return root
 
 
-def test_memory_of_a_cgroup_v2_is_the_least_of_those_above(tmp_path: Path) -> None:
+def test_memory_limit_of_a_cgroup_v2_is_the_smallest_of_its_parents(tmp_path: Path) -> None:
     limits = {
         "system.slice/job_7/memory.max": "max\n",
         "system.slice/job_7/step_0/memory.max": "8000000\n",
@@ -66,7 +66,7 @@ def test_memory_of_a_cgroup_v2_is_the_least_of_those_above(tmp_path: Path) -> No
     assert child.find_own_memory_limit(root) == 8_000_000
 
 
-def test_memory_of_a_cgroup_v1_is_the_least_of_those_above(tmp_path: Path) -> None:
+def test_memory_limit_of_a_cgroup_v1_is_the_smallest_of_its_parents(tmp_path: Path) -> None:
     limits = {
         "memory/slurm/job_7/memory.limit_in_bytes": "7000000\n",
         "memory/slurm/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
@@ -75,7 +75,7 @@ def test_memory_of_a_cgroup_v1_is_the_least_of_those_above(tmp_path: Path) -> No
     assert child.find_own_memory_limit(groups(tmp_path, lines, limits)) == 7_000_000
 
 
-def test_memory_without_a_limit_is_none(tmp_path: Path) -> None:
+def test_memory_limit_without_a_cgroup_limit_is_none(tmp_path: Path) -> None:
     assert child.find_own_memory_limit(groups(tmp_path, "0::/\n", {})) is None
     assert child.find_own_memory_limit(tmp_path / "nowhere") is None
 
@@ -94,7 +94,7 @@ def test_memory_without_a_limit_is_none(tmp_path: Path) -> None:
         (b"nothing of that", ""),
     ],
 )
-def test_enroots_words_say_what_it_is_at(said: bytes, stage: str) -> None:
+def test_enroot_output_gives_the_stage_of_the_import(said: bytes, stage: str) -> None:
     assert importing.stage_of(said) == stage
 
 
@@ -111,7 +111,9 @@ FOLDERS = ImportFolders("/lustre/store/1000", "/tmp", "/home/alice/.cache/enroot
         ("", b"", "import-failed"),
     ],
 )
-def test_enroots_last_words_say_why_it_failed(stage: str, said: bytes, reason: str) -> None:
+def test_enroot_output_gives_the_reason_of_a_failed_import(
+    stage: str, said: bytes, reason: str
+) -> None:
     assert importing.failure(1, said, stage, FOLDERS).reason == reason
 
 
@@ -133,7 +135,7 @@ def test_enroots_last_words_say_why_it_failed(stage: str, said: bytes, reason: s
         ),
     ],
 )
-def test_full_disk_is_the_one_that_is_named_or_that_the_stage_writes_to(
+def test_full_disk_of_an_import_is_identified_by_enroots_output_or_stage(
     stage: str, said: bytes, disk: str
 ) -> None:
     why = importing.failure(1, said, stage, FOLDERS)
@@ -144,7 +146,7 @@ def test_full_disk_is_the_one_that_is_named_or_that_the_stage_writes_to(
         assert f", {disk}, is full: " in why.what
 
 
-def test_failure_has_the_last_lines_in_one_that_can_be_printed() -> None:
+def test_import_failure_holds_enroots_last_lines_as_printable_text() -> None:
     said = b"first\nsecond\n\x1b[31mthird\xff\r\n\nfourth\n"
     what = importing.failure(3, said, "", FOLDERS).what
     assert what.startswith("enroot import ended with status 3: second / ")

@@ -36,26 +36,28 @@ NAME = "0f" * 32 + "-x86_64-0123456789abcdef"
         ImportRefused("registry-denied", "nvcr.io refuses: 403"),
     ],
 )
-def test_word_over_the_line_is_the_same(word: messages.Word) -> None:
+def test_worker_message_round_trips_through_one_line(word: messages.Word) -> None:
     line = messages.encode(word)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert messages.decode(line) == word
 
 
-def test_order_over_the_argument_is_the_same() -> None:
+def test_import_order_round_trips_through_its_argument() -> None:
     order = ImportOrder(reference="a#b:c", directory="/store", job="12", leads=False, host="n1")
     assert messages.decode_order(messages.encode_order(order)) == order
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 100_000, '{"reference": 1}', "nonsense"])
-def test_order_of_nonsense_is_odd(text: str) -> None:
+def test_invalid_import_order_raises_protocol_error(text: str) -> None:
     with pytest.raises(WorkerProtocolError):
         messages.decode_order(text)
 
 
 @given(st.text(max_size=8000), st.sampled_from([ImportUnderWay, ImportProgress]))
-def test_any_text_fits_into_a_line_and_is_printable(text: str, kind: type[ImportProgress]) -> None:
+def test_worker_message_with_any_text_decodes_to_printable_text(
+    text: str, kind: type[ImportProgress]
+) -> None:
     word = messages.decode(messages.encode(kind(text)))
     assert isinstance(word, (ImportUnderWay, ImportProgress))
     shown = word.text if isinstance(word, ImportProgress) else word.where
@@ -63,12 +65,12 @@ def test_any_text_fits_into_a_line_and_is_printable(text: str, kind: type[Import
 
 
 @pytest.mark.parametrize("text", ["\x1b" * 5000, "\U0010ffff" * 5000, "😀" * 5000, '"\\' * 5000])
-def test_the_longest_texts_fit_into_a_line(text: str) -> None:
+def test_worker_message_with_a_very_long_text_fits_the_longest_line(text: str) -> None:
     assert len(messages.encode(ImportRefused("import-failed", text))) <= LONGEST
 
 
 @pytest.mark.parametrize("raw", ["\x1b[31mred", "two\nlines", "\u202eright to left"])
-def test_control_characters_of_a_hostile_worker_are_escaped(raw: str) -> None:
+def test_control_characters_in_a_worker_message_are_escaped(raw: str) -> None:
     line = json.dumps({"type": "progress", "text": raw}).encode()
     word = messages.decode(line)
     assert isinstance(word, ImportProgress)
@@ -96,12 +98,12 @@ def test_control_characters_of_a_hostile_worker_are_escaped(raw: str) -> None:
         b'{"type":"progress","text":"' + b"x" * 5000 + b'"}',
     ],
 )
-def test_line_that_no_worker_writes_is_odd(line: bytes) -> None:
+def test_malformed_worker_message_raises_protocol_error(line: bytes) -> None:
     with pytest.raises(WorkerProtocolError):
         messages.decode(line)
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 4000, "/not \udcff text", "/two\nlines"])
-def test_path_that_no_line_can_bear_is_odd_and_never_changed(path: str) -> None:
+def test_worker_message_with_an_unencodable_path_raises_protocol_error(path: str) -> None:
     with pytest.raises(WorkerProtocolError):
         messages.encode(ImageReady(path))

@@ -54,7 +54,7 @@ DIGEST = f"sha256:{HEX}"
         ("joe=<;>!@example.org#tool", "joe=<;>!", "example.org", "tool", "latest"),
     ],
 )
-def test_reference_is_read_as_enroot_reads_it(
+def test_image_reference_is_parsed_as_by_enroot(
     text: str, user: str, registry: str, repository: str, which: str
 ) -> None:
     tag, digest = ("", which) if which.startswith("sha256:") else (which, "")
@@ -83,7 +83,7 @@ def test_reference_is_read_as_enroot_reads_it(
         *("a.io#" + "a" * 1100, "joe@@", "@", ":", "docker://docker://a.io/b", "x\udcff"),
     ],
 )
-def test_what_no_registry_has_is_no_reference(text: str) -> None:
+def test_invalid_image_reference_is_declined_as_bad_reference(text: str) -> None:
     with pytest.raises(Declined) as caught:
         parse(text)
     assert caught.value.reason == "bad-reference"
@@ -91,7 +91,7 @@ def test_what_no_registry_has_is_no_reference(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["dockerd://ubuntu", "podman://localhost/tool:1", "dockerd://"])
-def test_image_of_a_daemon_is_not_a_registrys(text: str) -> None:
+def test_dockerd_or_podman_reference_is_declined(text: str) -> None:
     with pytest.raises(Declined) as caught:
         parse(text)
     assert caught.value.reason == "registry"
@@ -101,7 +101,7 @@ ALPHABET = "ab0Z.:/@#_-$sha256 \n%~?=;\\é"
 
 
 @given(st.text(st.sampled_from(ALPHABET), max_size=30) | st.text(max_size=40))
-def test_whatever_is_read_is_safe_in_urls_argv_and_names(text: str) -> None:
+def test_parsed_reference_is_safe_in_urls_command_lines_and_file_names(text: str) -> None:
     try:
         found = parse(text)
     except Declined:
@@ -118,14 +118,14 @@ def test_whatever_is_read_is_safe_in_urls_argv_and_names(text: str) -> None:
 
 
 @given(st.sampled_from(["nvcr.io#a/b:1", "joe@h:5000#a", "ubuntu", "$x@a.io/b/c:2", "a@b@c.d/e"]))
-def test_uri_with_a_digest_means_the_same_image_to_every_enroot(text: str) -> None:
+def test_enroot_uri_with_a_digest_parses_back_for_every_release(text: str) -> None:
     found = parse(text)
     for release in ((4, 1, 2), (4, 0, 0), (3, 5, 0), (3, 0, 1)):
         again = parse(found.uri(DIGEST, release))
         assert again == ImageReference(found.user, found.registry, found.repository, "", DIGEST)
 
 
-def test_uri_is_what_each_enroot_understands() -> None:
+def test_enroot_uri_has_the_form_of_each_enroot_release() -> None:
     found = parse("joe@nvcr.io#nvidia/pytorch:25.01-py3")
     begin = "docker://joe@nvcr.io#nvidia/pytorch"
     assert found.uri(DIGEST) == f"{begin}@{DIGEST}"
@@ -134,12 +134,12 @@ def test_uri_is_what_each_enroot_understands() -> None:
     assert parse(f"nvcr.io#x@{DIGEST}").uri(DIGEST, (4, 0, 0)) == f"docker://nvcr.io#x@{DIGEST}"
 
 
-def test_text_names_no_user() -> None:
+def test_reference_text_contains_no_user_name() -> None:
     assert parse("joe@docker.io/ubuntu").text == f"{HUB}#library/ubuntu:latest"
     assert parse(f"joe@a.io/x:1@{DIGEST}").text == f"a.io#x@{DIGEST}"
 
 
-def test_name_has_all_that_makes_another_file() -> None:
+def test_store_name_differs_by_digest_architecture_options_and_repository() -> None:
     found = parse("nvcr.io#nvidia/pytorch:1")
     names = {
         name(found, DIGEST, "x86_64", "-comp lzo"),
@@ -156,6 +156,6 @@ def test_name_has_all_that_makes_another_file() -> None:
     assert same.startswith(f"{HEX}-x86_64-")
 
 
-def test_digest_is_sha256_in_lower_case() -> None:
+def test_digest_is_valid_only_as_lower_case_sha256() -> None:
     assert reference.is_digest(DIGEST)
     assert not any(map(reference.is_digest, ("", HEX, DIGEST[:-1], f"{DIGEST}\n", DIGEST.upper())))

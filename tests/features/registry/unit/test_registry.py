@@ -43,14 +43,16 @@ def task(tasks: WaitingTasks) -> socket.socket:
     ("image", "found"),
     [(REFERENCE, True), ("docker://ubuntu", True), ("/a.sqsh", False), ("./a.sqsh", False)],
 )
-def test_reference_is_what_is_no_path(asking: Job, image: str, found: bool) -> None:
+def test_container_image_option_is_a_reference_unless_the_value_is_a_path(
+    asking: Job, image: str, found: bool
+) -> None:
     hinted = Request("/lustre/b.sqsh", "hint")
     job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
     assert (job.reference is not None) == found
     assert (job.without_reference().requests == (hinted,)) == found
 
 
-def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
+def test_image_named_in_a_comment_is_never_a_registry_reference(asking: Job) -> None:
     job = msgspec.structs.replace(asking, requests=(Request("ubuntu", "hint"),))
     assert job.reference is None
 
@@ -63,7 +65,7 @@ def test_image_of_a_comment_is_never_a_reference(asking: Job) -> None:
         ("importer=/first importer=/last", "/last"),
     ],
 )
-def test_importer_is_the_one_that_pyxis_is_told(
+def test_importer_is_found_in_the_pyxis_line_of_plugstack_conf(
     tmp_path: Path, arguments: str, program: str
 ) -> None:
     (tmp_path / "slurm.conf").write_text("ClusterName=x\n")
@@ -72,13 +74,13 @@ def test_importer_is_the_one_that_pyxis_is_told(
     assert companion.find_importer(SlurmConf(str(tmp_path / "slurm.conf"))) == program
 
 
-def test_importer_is_ours_by_its_name() -> None:
+def test_own_importer_is_recognized_by_its_file_name() -> None:
     assert companion.is_own_importer("/usr/lib/forestage/bin/forestage-importer")
     assert not companion.is_own_importer("/opt/importers/caching_importer.sh")
     assert not companion.is_own_importer("")
 
 
-def test_importer_of_a_node_without_plugstack_is_none(tmp_path: Path) -> None:
+def test_importer_without_plugstack_conf_is_empty(tmp_path: Path) -> None:
     assert companion.find_importer(SlurmConf(str(tmp_path / "slurm.conf"))) == ""
 
 
@@ -97,7 +99,7 @@ def stored(node: Node) -> Node:
         (False, "", "", "7.2", True),
     ],
 )
-def test_first_node_asks_the_registry_for_all(
+def test_import_order_makes_the_first_node_of_job_or_step_the_leader(
     staging_node: Node,
     asking: Job,
     asked: RegistryRequest,
@@ -113,7 +115,7 @@ def test_first_node_asks_the_registry_for_all(
     assert (order.directory, order.cache) == ("/lustre/store", staging_node.config.cache)
 
 
-def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
+def test_worker_enters_the_tasks_cgroups_except_the_freezer_once_known(
     asking: Job, tasks: WaitingTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In v1's freezer, by which Slurm kills, enroot could not clean up."""
@@ -128,7 +130,7 @@ def test_worker_begins_once_slurm_has_put_a_task_where_it_is_to_run(
     assert [one.exists() for one in groups] == [False, True]
 
 
-def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
+def test_worker_of_a_step_without_tasks_is_declined(
     asking: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "find_task_cgroups", lambda manager: None)
@@ -138,7 +140,7 @@ def test_worker_of_a_step_whose_tasks_never_come_does_not_begin(
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
+def test_worker_start_failure_is_declined_as_stopped_if_its_task_disconnected(
     asking: Job,
     asked: RegistryRequest,
     tasks: WaitingTasks,
@@ -165,11 +167,11 @@ def test_worker_that_cannot_begin_is_a_failure_only_while_a_task_waits(
     assert caught.value.reason == ("stopped" if ended else "helper")
 
 
-def test_worker_of_a_prolog_has_no_task(asking: Job, tasks: WaitingTasks) -> None:
+def test_worker_of_a_prolog_stays_in_its_cgroups(asking: Job, tasks: WaitingTasks) -> None:
     assert registry._entering(asking, tasks) is run.stay_in_cgroups
 
 
-def test_task_hears_all_that_was_said_before_it_came(tasks: WaitingTasks) -> None:
+def test_late_task_receives_all_earlier_lines(tasks: WaitingTasks) -> None:
     tasks.speak("first")
     early = task(tasks)
     tasks.say("leave", "x")
@@ -179,13 +181,13 @@ def test_task_hears_all_that_was_said_before_it_came(tasks: WaitingTasks) -> Non
         one.close()
 
 
-def test_socket_of_the_tasks_is_roots_alone_and_goes(tmp_path: Path) -> None:
+def test_task_socket_is_private_to_root_and_removed_at_the_end(tmp_path: Path) -> None:
     with WaitingTasks(tmp_path / "sock", 60.0) as made:
         assert made.path.stat().st_mode & 0o777 == 0o600
     assert not made.path.exists()
 
 
-def test_user_text_cannot_begin_another_line(tasks: WaitingTasks) -> None:
+def test_line_breaks_in_user_text_start_no_line_for_tasks(tasks: WaitingTasks) -> None:
     one = task(tasks)
     tasks.speak("a\nuse\t/etc/shadow")
     said = one.recv(200)
@@ -194,7 +196,7 @@ def test_user_text_cannot_begin_another_line(tasks: WaitingTasks) -> None:
     one.close()
 
 
-def test_nobody_waits_once_the_last_task_has_gone(
+def test_waiting_ends_after_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LAST", 0.0)
@@ -208,12 +210,12 @@ def test_nobody_waits_once_the_last_task_has_gone(
     assert tasks.guests.connections == {}
 
 
-def test_first_task_is_waited_for(tasks: WaitingTasks) -> None:
+def test_waiting_for_the_first_task_is_not_counted_as_disconnected(tasks: WaitingTasks) -> None:
     tasks.wait(-1)
     assert not tasks.have_gone
 
 
-def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
+def test_registry_image_is_staged_only_before_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LAST", 0.0)
@@ -225,14 +227,16 @@ def test_image_is_staged_for_tasks_that_wait_or_have_yet_to_come(
         tasks.must_wait()
 
 
-def test_image_is_not_staged_for_a_step_that_ended_before_it_had_tasks(tasks: WaitingTasks) -> None:
+def test_registry_image_is_declined_for_a_step_that_ended_without_tasks(
+    tasks: WaitingTasks,
+) -> None:
     """Its lease would come after the Epilog."""
     tasks.path.unlink()
     with pytest.raises(Declined, match="the step has ended"):
         tasks.must_wait()
 
 
-def test_process_is_known_by_its_number_and_its_start() -> None:
+def test_process_identity_is_its_pid_and_start_time() -> None:
     own = processes.find_identity(os.getpid())
     assert own is not None
     assert own.is_running
@@ -240,7 +244,9 @@ def test_process_is_known_by_its_number_and_its_start() -> None:
     assert processes.find_identity(1 << 30) is None
 
 
-def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: WaitingTasks) -> None:
+def test_task_that_does_not_read_is_disconnected_without_blocking_other_tasks(
+    tasks: WaitingTasks,
+) -> None:
     deaf, other = task(tasks), task(tasks)
     while len(tasks.guests.connections) == 2:
         tasks.say("say", "x" * 10_000)
@@ -251,7 +257,7 @@ def test_task_that_reads_nothing_is_dropped_and_holds_up_no_other(tasks: Waiting
     other.close()
 
 
-def test_word_of_the_worker_ends_the_wait(tasks: WaitingTasks) -> None:
+def test_worker_message_ends_the_wait_for_tasks(tasks: WaitingTasks) -> None:
     ours, theirs = os.pipe()
     os.write(theirs, b"x")
     tasks.wait(ours)  # at once
@@ -293,14 +299,14 @@ def handled(**facts: object) -> RequestOutcome:
         (handled(result="declined", reason="too-large", detail="x"), "all", ""),
     ],
 )
-def test_user_reads_what_became_of_the_reference(
+def test_user_message_of_a_reference_describes_its_outcome(
     outcome: RequestOutcome, wanted: str, text: str
 ) -> None:
     assert message(outcome, wanted) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lies", [True, False])
-def test_bare_name_that_no_registry_has_is_explained_by_the_file_that_lies_there(
+def test_missing_registry_image_is_declined_as_bare_name_if_a_file_of_that_name_exists(
     staging_node: Node,
     asking: Job,
     tasks: WaitingTasks,

@@ -12,7 +12,7 @@ NOW = 1_800_000_000.0
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 
 
-def test_table_of_imports_says_who_waits_and_for_what() -> None:
+def test_status_table_of_imports_lists_step_user_node_and_stage() -> None:
     said = "enroot writes the image, 3 GiB"
     one = StepImport(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", said)
     out = io.StringIO()

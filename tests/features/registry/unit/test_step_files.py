@@ -31,7 +31,9 @@ def one(monkeypatch: pytest.MonkeyPatch) -> StepImport:
     return StepImport(7, 2, "alice", "nvcr.io#a/b:1", 100.0, os.getpid())
 
 
-def test_import_is_there_until_it_ends(places: NodePaths, one: StepImport) -> None:
+def test_import_record_is_listed_until_the_import_is_forgotten(
+    places: NodePaths, one: StepImport
+) -> None:
     older = msgspec.structs.replace(one, step=1, since=50.0)
     for noted in (one, msgspec.structs.replace(one, said="writes"), older):
         step_files.note_import(places, noted)
@@ -43,7 +45,7 @@ def test_import_is_there_until_it_ends(places: NodePaths, one: StepImport) -> No
     assert step_files.list_imports(places) == (older,)
 
 
-def test_what_a_killed_process_left_is_none(places: NodePaths, one: StepImport) -> None:
+def test_import_record_of_a_dead_process_is_not_listed(places: NodePaths, one: StepImport) -> None:
     # A number that is another's now.
     step_files.note_import(places, msgspec.structs.replace(one, pid=1))
     step_files.note_import(places, msgspec.structs.replace(one, step=3, pid=1 << 22))
@@ -52,7 +54,7 @@ def test_what_a_killed_process_left_is_none(places: NodePaths, one: StepImport) 
     assert step_files.list_imports(places) == ()
 
 
-def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
+def test_import_record_is_not_listed_if_its_pid_has_another_process_name(
     places: NodePaths, one: StepImport
 ) -> None:
     step_files.note_import(places, one)
@@ -65,7 +67,7 @@ def test_pid_that_is_a_users_process_of_any_name_by_now_is_none(
         comm.write_bytes(before.strip())
 
 
-def test_pid_that_is_a_users_process_of_that_name_by_now_is_none(
+def test_import_record_is_not_listed_if_its_pid_is_an_untrusted_process(
     places: NodePaths, one: StepImport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step_files.note_import(places, one)
@@ -73,36 +75,38 @@ def test_pid_that_is_a_users_process_of_that_name_by_now_is_none(
     assert step_files.list_imports(places) == ()
 
 
-def test_record_is_roots_alone(places: NodePaths, one: StepImport) -> None:
+def test_import_record_is_private_to_root(places: NodePaths, one: StepImport) -> None:
     step_files.note_import(places, one)
     assert (places.images / "7.2.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_node_without_images_has_none(tmp_path: Path, one: StepImport) -> None:
+def test_import_record_is_skipped_without_the_images_directory(
+    tmp_path: Path, one: StepImport
+) -> None:
     places = NodePaths(tmp_path / "node")
     step_files.note_import(places, one)
     assert step_files.list_imports(places) == ()
 
 
-def test_place_has_the_copys_size_and_takes_nothing(tmp_path: Path) -> None:
+def test_placeholder_has_the_copys_size_and_no_blocks(tmp_path: Path) -> None:
     made = step_files.make_mount_point(NodePaths(tmp_path), 7, 0, SIZE)
     facts = Path(made.path).stat()
     assert (facts.st_size, facts.st_blocks, facts.st_mode & 0o777) == (SIZE, 0, 0o444)
     assert made.facts == (facts.st_ino, SIZE, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
-def test_place_begins_with_no_magic_number(tmp_path: Path) -> None:
+def test_placeholder_reads_as_zeros(tmp_path: Path) -> None:
     with open(step_files.make_mount_point(NodePaths(tmp_path), 7, 0, 100).path, "rb") as file:
         assert file.read() == bytes(100)
 
 
-def test_every_user_reaches_it_and_lists_nothing(tmp_path: Path) -> None:
+def test_placeholder_directory_has_mode_0711(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     step_files.make_mount_point(places, 7, 0, 1)
     assert places.images.stat().st_mode & 0o777 == 0o711
 
 
-def test_place_of_an_earlier_run_of_the_job_is_replaced(tmp_path: Path) -> None:
+def test_placeholder_of_an_earlier_run_is_replaced_even_if_a_link(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     first = step_files.make_mount_point(places, 7, 0, 1)
     Path(first.path).unlink()
@@ -112,7 +116,7 @@ def test_place_of_an_earlier_run_of_the_job_is_replaced(tmp_path: Path) -> None:
     assert Path("/etc/passwd").stat().st_size != 2
 
 
-def test_end_of_a_job_takes_its_places_and_no_others(tmp_path: Path) -> None:
+def test_end_of_a_job_removes_only_its_own_placeholders(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     kept = [step_files.make_mount_point(places, job, 0, 1).path for job in (77, 8)]
     step_files.make_mount_point(places, 7, 0, 1)
@@ -121,7 +125,7 @@ def test_end_of_a_job_takes_its_places_and_no_others(tmp_path: Path) -> None:
     assert sorted(map(str, places.images.iterdir())) == sorted(kept)
 
 
-def test_places_of_jobs_that_are_over_are_left_over(tmp_path: Path) -> None:
+def test_placeholders_of_ended_jobs_are_listed_as_leftovers_after_a_time(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     assert step_files.list_leftovers(places, frozenset(), 0.0) == []
     for job in (7, 8):

@@ -42,7 +42,9 @@ def store(tmp_path: Path) -> ImageStore:
     return ImageStore(tmp_path, Clock())
 
 
-def test_published_image_is_found_and_touched(store: ImageStore, squashfs: bytes) -> None:
+def test_published_store_image_is_found_and_its_record_touched(
+    store: ImageStore, squashfs: bytes
+) -> None:
     part = store.part(NAME)
     part.write_bytes(squashfs)
     path = store.publish(NAME, part, RECORD, None)
@@ -58,7 +60,7 @@ def test_published_image_is_found_and_touched(store: ImageStore, squashfs: bytes
     ("cut", "most", "reason"),
     [(0, None, "import-failed"), (-1, None, "import-failed"), (None, 4096, "too-large")],
 )
-def test_what_is_no_whole_image_is_not_published(
+def test_incomplete_or_too_large_part_is_not_published_in_the_store(
     store: ImageStore, squashfs: bytes, cut: int | None, most: int | None, reason: str
 ) -> None:
     part = store.part(NAME)
@@ -71,7 +73,7 @@ def test_what_is_no_whole_image_is_not_published(
     assert list(store.folder.iterdir()) == []
 
 
-def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(
+def test_part_deleted_before_publishing_is_declined_with_a_reason_for_another_import(
     store: ImageStore,
 ) -> None:
     """The sweep does so where a user has too much on a node: their step begins all the same."""
@@ -82,13 +84,13 @@ def test_image_that_was_deleted_while_it_was_written_is_imported_elsewhere(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_and_quota_are_told_as_such(store: ImageStore, code: int) -> None:
+def test_full_disk_or_quota_error_is_declined_as_store_full(store: ImageStore, code: int) -> None:
     with pytest.raises(Declined) as declined, module.told(store.folder):
         raise OSError(code, os.strerror(code))
     assert declined.value.reason == "store-full"
 
 
-def test_first_word_on_a_jobs_digest_counts(store: ImageStore) -> None:
+def test_first_digest_recorded_for_a_job_is_kept(store: ImageStore) -> None:
     assert store.job_digest("12", "here#image:v1") is None
     assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
     assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
@@ -105,7 +107,7 @@ def unused(store: ImageStore, seconds: float) -> None:
     (store.folder / "collected-7").write_bytes(msgspec.json.encode(known))
 
 
-def test_word_of_an_old_job_of_the_same_number_does_not_count(store: ImageStore) -> None:
+def test_digest_record_of_an_old_job_with_the_same_number_is_ignored(store: ImageStore) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     unused(store, module.OLD - 60)
@@ -119,7 +121,7 @@ def test_word_of_an_old_job_of_the_same_number_does_not_count(store: ImageStore)
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
-def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
+def test_digest_record_of_a_running_job_is_used_whatever_its_mtime(
     store: ImageStore, step: float
 ) -> None:
     """A node of the job is ahead, or behind, and both have one image."""
@@ -131,7 +133,7 @@ def test_word_on_a_running_jobs_digest_counts_whatever_the_clocks_say(
     assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
 
 
-def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
+def test_digest_record_ages_by_the_file_servers_clock_if_the_server_sets_the_times(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kind,) = {
@@ -151,7 +153,7 @@ def test_word_of_an_old_job_is_old_by_the_servers_clock_where_that_sets_times(
     assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
 
 
-def test_digest_that_nobody_would_write_is_none(store: ImageStore) -> None:
+def test_digest_record_with_an_invalid_digest_is_ignored(store: ImageStore) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     path.write_text('{"reference":"here#image:v1","digest":"../../x","date":1}')
@@ -159,13 +161,15 @@ def test_digest_that_nobody_would_write_is_none(store: ImageStore) -> None:
 
 
 @pytest.mark.parametrize("job", ["../../x", "a/b", "", ".", "\0", "x" * 500])
-def test_odd_job_leads_nowhere_else(store: ImageStore, job: str) -> None:
+def test_digest_record_of_an_odd_job_id_stays_in_the_jobs_folder(
+    store: ImageStore, job: str
+) -> None:
     store.set_job_digest(job, "here#image:v1", OLD)
     assert store.job_digest(job, "here#image:v1") == OLD
     assert [path.parent for path in store.folder.rglob("*.json")] == [store.folder / "jobs"]
 
 
-def test_link_in_place_of_a_folder_is_not_followed(store: ImageStore, tmp_path: Path) -> None:
+def test_link_in_place_of_a_store_folder_is_not_followed(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("jobs", "tags"):
         (store.folder / name).symlink_to(tmp_path / "elsewhere")
@@ -174,14 +178,14 @@ def test_link_in_place_of_a_folder_is_not_followed(store: ImageStore, tmp_path: 
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_tag_means_what_it_meant_last(store: ImageStore) -> None:
+def test_last_digest_of_a_tag_is_the_most_recently_stored(store: ImageStore) -> None:
     assert store.last("here#image:v1") == ""
     store.set_last("here#image:v1", OLD)
     store.set_last("here#image:v1", NEW)
     assert store.last("here#image:v1") == NEW
 
 
-def test_of_two_that_create_a_file_one_succeeds_and_nothing_is_left(tmp_path: Path) -> None:
+def test_second_create_of_a_store_file_fails_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert create(path, b"first")
     assert not create(path, b"second")
@@ -191,7 +195,7 @@ def test_of_two_that_create_a_file_one_succeeds_and_nothing_is_left(tmp_path: Pa
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("renames", [True, False])
-def test_file_system_without_hard_links_does_as_well(
+def test_store_file_is_created_exclusively_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, renames: bool
 ) -> None:
     monkeypatch.setattr(os, "link", refuses(code))
@@ -225,7 +229,7 @@ class Meanwhile(Clock):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_word_that_another_is_writing_is_waited_for_a_moment(
+def test_half_written_digest_record_is_waited_for_and_then_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
     """Without hard links and renames a record is there before it is whole; its writer may die."""
@@ -244,7 +248,7 @@ def test_word_that_another_is_writing_is_waited_for_a_moment(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "large", "nested", "bytes"])
-def test_what_is_no_record_is_as_if_it_was_not_there(tmp_path: Path, kind: str) -> None:
+def test_invalid_store_record_is_read_as_none(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "record.json"
     if kind == "fifo":
         os.mkfifo(path)
