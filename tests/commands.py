@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from click.testing import CliRunner, Result
 
-from forestage.cache import allocation, digest
+from forestage.cache import allocation, digest, disk_errors
 from forestage.cache.image import AccessRights, FileIdentity, SourceImage, read_acl
 from forestage.cache.layout import Entry
 from forestage.cache.lease import EntryUse, Lease
@@ -24,6 +24,7 @@ from forestage.config import load_config
 from forestage.paths import NodePaths
 from forestage.stage import chunks
 from forestage.stage.chunks import CopyTuning, ReadableSource
+from forestage.system import records
 from forestage.system.as_user import User
 
 NOW = 1_800_000_000.0
@@ -65,6 +66,12 @@ class Site:
         done = self.run(*args, "--json")
         assert done.exit_code == code, done.output
         return json.loads(done.stdout)
+
+    def start_disk_doubt(self) -> None:
+        """Record that the cache's disk has lost data."""
+        self.places.run.mkdir(parents=True, exist_ok=True)
+        state = disk_errors.DiskErrorState(since=NOW, why="test")
+        records.write(self.places.disk_errors, msgspec.json.encode(state))
 
     def image(self, name: str, data: bytes = b"squashfs") -> Path:
         path = self.lustre / name

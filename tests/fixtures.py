@@ -21,10 +21,8 @@ from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.features.registry.step_image import RegistryRequest
-from forestage.features.registry.waiting import WaitingTasks
 from forestage.paths import NodePaths
-from forestage.slurm.hints import JobHints, Request
+from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
@@ -209,19 +207,6 @@ def cgroup() -> Iterator[Path]:
     yield made
     made.rmdir()
     made.parent.rmdir()
-
-
-@pytest.fixture
-def asked() -> RegistryRequest:
-    return RegistryRequest(
-        Request(REFERENCE, "option"), 3, batch=False, container="", timeout="540"
-    )
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> Iterator[WaitingTasks]:
-    with WaitingTasks(tmp_path / "sock", 60.0) as made:
-        yield made
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -23,13 +23,13 @@ def find_unused(package: Path, constants: Path) -> set[str]:
         f"{'.'.join(path.relative_to(package).with_suffix('').parts)}.{name}"
         for path, tree in trees.items()
         if path.relative_to(package).parts[0] != "features"
-        for name, node in _find_declared(tree)
+        for name, node in find_declared(tree)
         # What a function says of itself, as one that calls itself, is no use.
         if not name.startswith("__") and not used[name] - [*_find_used(node)].count(name)
     }
 
 
-def _find_declared(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def find_declared(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yield functions, classes, constants, fields and methods, each with its node."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -37,7 +37,7 @@ def _find_declared(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         if isinstance(node, ast.ClassDef) and "Enum" in "".join(map(ast.unparse, node.bases)):
             continue  # its members are also found by their values
         if isinstance(node, ast.ClassDef):
-            yield from _find_declared(node)
+            yield from find_declared(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for one in (one for target in targets for one in ast.walk(target)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forestage.features import FEATURES
-from last_uses import find_unused
+from last_uses import find_declared, find_unused
 
 TREE = Path(__file__).resolve().parents[1]
 IN_CI = ("report", "metrics")
@@ -25,16 +26,25 @@ LEFT = {
     "system.apart": {"has_other_processes", "signal_other_processes"},
     "system.child": {
         "has_child_owned_by",
+        "join_slurm_cgroups",
         "read_job_memory_limit",
         "reap_ended_children",
         "remove_empty_cgroups",
     },
     "system.file_systems": {"is_inode_number_true", "read_file_handle"},
-    "system.holder": {"fetch_mount_clone", "lock_pid_file"},
+    "system.files": {"remove_tree"},
+    "system.holder": {"fetch_mount_clone", "lock_pid_file", "stop_daemon"},
+    "system.libc": {"preload_libc"},
     "system.lock": {"acquire_slot"},
-    "system.loop": {"is_deleted", "is_of_cache"},
+    "system.loop": {
+        "attach_file",
+        "detach_device",
+        "format_file_id",
+        "is_deleted",
+        "is_of_cache",
+    },
     "system.mounts": {"find_cluster_wide_name", "has_server_times", "open_hidden_mount"},
-    "system.processes": {"is_running"},
+    "system.processes": {"find_identity", "is_running"},
     "system.records": {"rename_no_replace"},
     "system.run": {
         "hang_up",
@@ -45,6 +55,15 @@ LEFT = {
     },
 }
 """What features alone use of system/, and may leave there: what any program may do on Linux."""
+
+
+def test_names_left_in_system_exist() -> None:
+    for module, names in LEFT.items():
+        path = TREE / f"src/forestage/{module.replace('.', '/')}.py"
+        declared = {name for name, _ in find_declared(ast.parse(path.read_text()))}
+        assert names <= declared, module
+
+
 RUN = """
 set -eu
 mount --bind "$TREE/.venv" "$COPY/.venv"

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -47,6 +48,31 @@ def test_row_of_a_feature_names_its_doors() -> None:
         there = {path.stem, *(f"{path.stem}.{function}" for function in functions)}
         found[path.parent.name] |= there & names
     assert found == {one.name: {*one.doors} for one in FEATURES}
+
+
+def test_order_of_the_hooks_names_features_of_the_table() -> None:
+    """The pieces of another feature are left out there, as those of one that was deleted."""
+    text = (REPOSITORY / "tests/hooks/test_order.py").read_text()
+    named = re.findall(r"forestage\.features\.(\w+)[.:]", text)
+    assert {*named} <= {feature.name for feature in FEATURES}
+
+
+def test_debts_name_what_is_there() -> None:
+    """Where a file or word has another name by now, tests/delete_feature cuts nothing."""
+    debts = [debt for feature in FEATURES for debt in feature.debts]
+    assert debts
+    assert not [debt for debt in debts if not is_there(*debt.partition(": ")[::2])]
+
+
+def is_there(file: str, word: str) -> bool:
+    """Return whether a file has a word, in the sense of tests/delete_feature."""
+    path = REPOSITORY / file
+    if not word or not path.is_file():
+        return path.is_file()
+    text = path.read_text()
+    if path.suffix != ".py":
+        return word in text
+    return any(word in vars(node).values() for node in ast.walk(ast.parse(text)))
 
 
 def test_page_says_when_each_door_is_called() -> None:

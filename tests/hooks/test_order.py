@@ -1,7 +1,8 @@
 """In which order Prolog, step, Epilog, sweep and tend do their work, with the reason of each pair.
 
 A piece of work is known by the function that does it. PIECES alone says where that is: a function
-that moves or gets another name changes a line there, and no row.
+that moves or gets another name changes a line there, and no row. What is of a feature that the tree
+does not have (tests/delete_feature) is left out of all tables here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import pkgutil
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from click.testing import CliRunner
 from forestage.clock import Clock
 from forestage.commands.main import CommandContext, main
 from forestage.commands.tend import TendPart
+from forestage.config import Config
+from forestage.features import FEATURES
 from forestage.features.data import wanted
 from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.queue import SlurmClient
@@ -73,13 +77,13 @@ PIECES = {
     "users' events forgotten": "forestage.events.user_files:remove_idle_users",
     "sweep's events": "forestage.events:record_events",
     # Images of registries
-    "reference taken out": "forestage.slurm.job:Job.without_reference",
+    "reference taken out": "forestage.features.registry.prolog:drop_reference",
     "import begun": "forestage.features.registry.step_image:begin",
     "steps' images forgotten": "forestage.features.registry.step_files:forget_job",
     "images' leftovers": "forestage.features.registry.step_files:list_leftovers",
     "store collected": "forestage.features.registry.store_by_hand:clean_some",
     # Data
-    "data noted": "forestage.cache.lease:LeaseDirectory.say",
+    "data noted": "forestage.features.data.requests:_note",
     "directory begun": "forestage.features.data.directory:begin",
     "data looked up": "forestage.features.data.requests:show",
     "directory shown": "forestage.features.data.directory:show",
@@ -96,9 +100,18 @@ COUNTS: dict[str, Callable[..., bool]] = {
     "Prolog's events": lambda _, now, hook, *more: hook == "prolog",
     "step's events": lambda _, now, hook, *more: hook == "step",
     "Epilog's events": lambda _, now, hook, *more: hook == "epilog",
-    "data noted": lambda *_, **said: "data" in said,
 }
 """Which calls of a function that does other work as well are this piece."""
+
+PARTS = {"metrics": "metrics", "prefetch": "prefetch", "stage": "prepare"}
+"""Of which feature a part of the minute's work is, where it is not the core's."""
+
+FEATURE = re.compile(r"forestage\.features\.(\w+)")
+OF_FEATURES = PARTS | {
+    name: found[1] for name, place in PIECES.items() if (found := FEATURE.match(place))
+}
+GONE = {name for name, of in OF_FEATURES.items() if of not in {row.name for row in FEATURES}}
+"""The pieces and parts of features that were deleted."""
 
 IMPORT = "import begun"
 START_PART = "forestage.commands.tend:start_part"  # begins a part of the minute's work
@@ -352,6 +365,9 @@ ORDER = [
 ]
 
 
+ORDER = [pair for pair in ORDER if GONE.isdisjoint(pair[1:3])]
+
+
 class Trouble(NamedTuple):
     """Which pieces a hook still does, and which no more."""
 
@@ -360,6 +376,11 @@ class Trouble(NamedTuple):
     done: tuple[str, ...]
     left_out: tuple[str, ...]
     why: str
+
+    @property
+    def is_of_deleted_feature(self) -> bool:
+        """Whether only deleted features have work to do in this trouble."""
+        return bool(self.done) and GONE.issuperset(self.done)
 
 
 IN_TROUBLE = [
@@ -499,6 +520,7 @@ IN_TROUBLE = [
         "a host on which no job runs has no cache",
     ),
 ]
+IN_TROUBLE = [row for row in IN_TROUBLE if not row.is_of_deleted_feature]
 
 
 class Played:
@@ -516,13 +538,14 @@ class Played:
     def configure(self, prefetch_host: str = "elsewhere") -> None:
         written = self.node.places.root / "metrics"
         written.mkdir(exist_ok=True)
-        self.node.configure(
-            redirect="spank",
-            registry={"store": str(self.node.shared)},
-            metrics={"textfile": str(written / "forestage.prom")},
-            prefetch={"host": prefetch_host},
-            warm_at_boot=[str(self.image)],
-        )
+        keys: dict[str, object] = {
+            "registry": {"store": str(self.node.shared)},
+            "metrics": {"textfile": str(written / "forestage.prom")},
+            "prefetch": {"host": prefetch_host},
+            "warm_at_boot": [str(self.image)],
+        }
+        known = {key: keys[key] for key in keys if key in Config.__struct_fields__}
+        self.node.configure(redirect="spank", **known)
 
     def environ(self) -> dict[str, str]:
         asked = f"stage={self.image},{self.other},{self.node.shared}/none/ stage-tell=yes"
@@ -562,6 +585,8 @@ class Played:
     def _listen(self) -> None:
         """Has each piece noted as it is begun, by this process or a hook's that is forked."""
         for name, place in PIECES.items():
+            if name in GONE:
+                continue
             of, _, function = place.rpartition(":")
             where, _, method = function.rpartition(".")
             owner = pkgutil.resolve_name(f"{of}:{where}" if where else of)
@@ -688,5 +713,5 @@ def test_hook_in_trouble_does_the_required_work_and_leaves_out_the_rest(
                 "prefetch host": lambda: played.configure(os.uname().nodename),
             }[row.what],
         )
-    assert {*row.done} - {*done} == set(), (row.why, done)
+    assert {*row.done} - {*done} - GONE == set(), (row.why, done)
     assert {*row.left_out} & {*done} == set(), (row.why, done)

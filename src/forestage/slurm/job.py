@@ -76,10 +76,6 @@ class Job(msgspec.Struct, frozen=True):
         named = (one for one in self.requests if one.via == "option")
         return next((one for one in named if not one.path.startswith(("/", "."))), None)
 
-    def without_reference(self) -> "Job":
-        left = tuple(one for one in self.requests if one != self.reference)
-        return msgspec.structs.replace(self, requests=left)
-
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Job":
         """Reads slurmd's variables, or the SPANK companion's, which have the same names.

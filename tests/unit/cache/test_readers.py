@@ -78,15 +78,6 @@ def test_pieces_of_another_part_file_cannot_be_read(
     assert has(server, other) == []
 
 
-@pytest.mark.parametrize(("number", "left"), [(1, [0, 1, 2, 3, 8, 9]), (2, list(range(8)))])
-def test_forgotten_chunk_cannot_be_read(
-    stager: ArrivalMap, server: ArrivalMap, image: Path, number: int, left: list[int]
-) -> None:
-    stager.arrived(0, SIZE)
-    stager.forget(number)
-    assert has(server, image) == left
-
-
 def test_arrival_map_of_the_next_stager_is_empty(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
@@ -121,18 +112,6 @@ def test_chunks_wanted_now_come_before_chunks_wanted_soon(
     assert (stager.wanted(), stager.wanted((NOW,))) == ([2, 0], [2])
     stager.got(2)
     assert stager.wanted() == [0]
-
-
-def test_chunks_requested_by_other_nodes_come_after_those_that_jobs_wait_for(
-    stager: ArrivalMap, server: ArrivalMap, directory: Path
-) -> None:
-    server.want(1, NOW)
-    for number in (0, 1, 3, 10**9):  # the last two are beyond the image
-        readers.request_chunk_soon(directory, number)
-    assert stager.wanted() == [1, 0]
-    stager.end()
-    readers.request_chunk_soon(directory, 0)
-    assert not directory.exists()
 
 
 def test_stager_sees_a_readers_activity_for_30_ms(stager: ArrivalMap, server: ArrivalMap) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from forestage.slurm import companion
 
 if TYPE_CHECKING:
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
 
 def before_lease(facts: BeforeLeaseFacts) -> Job:
     """Return the job without the image that its steps import: to the core it would be a path."""
-    return facts.job.without_reference() if has_import(facts) else facts.job
+    return drop_reference(facts.job) if has_import(facts) else facts.job
+
+
+def drop_reference(job: Job) -> Job:
+    """Return the job without the request for an image of a registry. Pure."""
+    left = tuple(request for request in job.requests if request != job.reference)
+    return msgspec.structs.replace(job, requests=left)
 
 
 def has_import(facts: BeforeLeaseFacts) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forestage.errors import ForestageError
-from forestage.features.registry.prolog import has_import
+from forestage.features.registry import prolog
 
 if TYPE_CHECKING:
     from forestage.features.contexts import BeforeLeaseFacts
@@ -19,7 +19,7 @@ def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, LineFields]:
     Returns the job without it, and the step's answer: where the tasks get the real one.
     """
     node, job = facts.node, facts.job
-    if not has_import(facts):
+    if not prolog.has_import(facts):
         return job, ()
     from forestage.features.registry import step_image
 
@@ -29,4 +29,4 @@ def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, LineFields]:
             later = step_image.begin(node, job, asked, facts.report)
     except (ForestageError, OSError) as error:
         facts.log(f"result=failed reason=registry detail={str(error)!r}")
-    return job.without_reference(), later
+    return prolog.drop_reference(job), later

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commands import NOW, Site
 from forestage import events, features
-from forestage.cache import disk_errors
 from forestage.cache.evict import CacheSpace
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
@@ -428,7 +427,7 @@ def test_metrics_export_a_suspect_disk_even_if_the_cache_is_unusable(site: Site)
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 0
     assert "forestage_disk_doubt_timestamp_seconds" not in written(site)
-    disk_errors.start_doubt(site.places, site.world.clock, "test")
+    site.start_disk_doubt()
     open_cache(site)
     site.run("metrics")
     assert written(site)["forestage_disk_doubt"] == 1

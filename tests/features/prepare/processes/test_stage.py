@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from commands import NOW, Site
-from forestage.cache import disk_errors
 from forestage.commands.world import ExitStatus
 from forestage.events import CopyOutcome, read
 from forestage.features.prepare import stage
@@ -88,7 +87,7 @@ def test_stage_declines_on_a_switched_off_node_or_a_suspect_disk(site: Site, by:
     if by == "file":
         site.places.disabled.touch()
     if by == "doubt":
-        disk_errors.start_doubt(site.places, site.world.clock, "test")
+        site.start_disk_doubt()
     (image,) = site.json("stage", str(path), code=ExitStatus.NOT_FOUND)["images"]
     assert image["result"] in ("declined", "failed")
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")

@@ -13,8 +13,8 @@ from fixtures import REFERENCE
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed
 from forestage.events import RequestOutcome
+from forestage.features.registry import prolog, waiting, worker
 from forestage.features.registry import step_image as registry
-from forestage.features.registry import waiting, worker
 from forestage.features.registry.messages import ImportOrder
 from forestage.features.registry.step_image import RegistryRequest, message, order_of
 from forestage.features.registry.waiting import WaitingTasks
@@ -49,7 +49,7 @@ def test_container_image_option_is_a_reference_unless_the_value_is_a_path(
     hinted = Request("/lustre/b.sqsh", "hint")
     job = msgspec.structs.replace(asking, requests=(Request(image, "option"), hinted))
     assert (job.reference is not None) == found
-    assert (job.without_reference().requests == (hinted,)) == found
+    assert (prolog.drop_reference(job).requests == (hinted,)) == found
 
 
 def test_image_named_in_a_comment_is_never_a_registry_reference(asking: Job) -> None:
