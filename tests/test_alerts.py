@@ -16,19 +16,19 @@ BOOKS = "file:///usr/share/doc/forestage/"
 TRIED = Path(__file__).parent / "alerts.yml"
 
 
-def test_each_alert_fires_when_it_should_and_not_before(promtool: str) -> None:
+def test_each_alert_rule_passes_promtools_check_and_its_test_cases(promtool: str) -> None:
     for command in (["check", "rules", str(RULES)], ["test", "rules", str(TRIED)]):
         done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_alert_is_tried_both_ways() -> None:
+def test_each_alert_has_a_test_case_that_fires_and_a_case_that_does_not() -> None:
     for name in re.findall(r"alert: (\w+)", RULES.read_text()):
         cases = re.findall(rf"alertname: {name}\n\s+exp_alerts:(.*)", TRIED.read_text())
         assert {case.strip() == "[]" for case in cases} == {True, False}, name
 
 
-def test_each_alert_leads_to_a_section_of_the_documents_that_exists() -> None:
+def test_runbook_url_of_each_alert_leads_to_an_existing_heading() -> None:
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         url = rule["annotations"]["runbook_url"]
         page, _, anchor = url.removeprefix(BOOKS).partition("#")
@@ -37,7 +37,7 @@ def test_each_alert_leads_to_a_section_of_the_documents_that_exists() -> None:
         assert anchor in anchors, url
 
 
-def test_each_alert_keeps_the_cluster_of_its_node() -> None:
+def test_each_fired_alert_keeps_the_cluster_label_of_its_node() -> None:
     """Two clusters on one Prometheus would else be one, and route to one team."""
     tried = yaml.safe_load(TRIED.read_text())["tests"]
     fired = [
@@ -50,7 +50,7 @@ def test_each_alert_keeps_the_cluster_of_its_node() -> None:
     assert without == {"ForestageMetricsNowhere"}, "which no node has"
 
 
-def test_each_panel_is_of_the_chosen_cluster_and_nodes() -> None:
+def test_each_dashboard_panel_filters_by_cluster_and_instance() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert [one["name"] for one in dashboard["templating"]["list"]][1:] == ["cluster", "instance"]
     for panel in dashboard["panels"]:

@@ -128,14 +128,14 @@ BENCHES = [
 ]
 
 
-def test_every_bench_has_a_small_run() -> None:
+def test_every_bench_has_a_small_run_in_the_tests() -> None:
     programs = {path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix}
     assert programs == set(SMALL)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("bench", BENCHES)
-def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) -> None:
+def test_bench_ends_with_its_documented_result_line(machine: None, bench: str) -> None:
     options, promised = SMALL[bench]
     limit = LONGEST if bench in IN_MACHINE else LIMIT
     ran = subprocess.run(
@@ -147,7 +147,7 @@ def test_bench_ends_with_the_line_that_it_promises(machine: None, bench: str) ->
 
 @pytest.mark.ci
 @pytest.mark.parametrize("bench", SMALL)
-def test_bench_says_beforehand_what_it_measures_and_how_long(bench: str) -> None:
+def test_help_of_each_bench_states_its_usage_and_duration(bench: str) -> None:
     ran = subprocess.run(
         [BENCH / bench, "--help"], capture_output=True, text=True, check=False, timeout=240
     )
@@ -156,7 +156,7 @@ def test_bench_says_beforehand_what_it_measures_and_how_long(bench: str) -> None
     assert re.search(r"^Takes .*\d|^Takes a ", ran.stdout, re.MULTILINE)
 
 
-def test_step_that_ends_before_it_answers_is_shown_with_its_words() -> None:
+def test_bench_shows_the_stderr_of_a_step_that_ends_without_an_answer() -> None:
     argv = ["sh", "-c", "echo no such file >&2; exit 2"]
     step = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
     refused = pytest.raises(SystemExit, match="ended with 2: no such file")

@@ -38,7 +38,7 @@ def chosen(file: Path) -> Iterator[str]:
             yield line.name
 
 
-def test_safety_rule_keeps_a_test_outside_ci() -> None:
+def test_every_safety_rule_has_a_test_that_runs_outside_ci() -> None:
     runs = {
         (one, name)
         for file in TESTS.rglob("test_*.py")
@@ -58,7 +58,9 @@ def item(test: str, **marks: Any) -> Any:
     return SimpleNamespace(nodeid=f"tests/{test}", path=TESTS / file, get_closest_marker=found.get)
 
 
-def test_test_of_a_rule_or_of_no_costly_suite_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_safety_rules_and_of_cheap_suites_are_not_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rules = [choice.SafetyRule("a", "b", (("", "test_a"), ("hooks/test_x.py", "test_b")))]
     monkeypatch.setattr(choice, "read_rules", lambda: rules)
     stays = [

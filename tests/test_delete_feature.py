@@ -97,7 +97,9 @@ done
         if one.name != "core"
     ],
 )
-def test_tree_without_a_feature_passes(machine: None, open_path: Path, name: str) -> None:
+def test_tree_with_a_feature_deleted_passes_its_tests(
+    machine: None, open_path: Path, name: str
+) -> None:
     copy = open_path / "tree"
     shutil.copytree(TREE, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
     (copy / ".venv").mkdir()
@@ -139,7 +141,7 @@ tests/delete_feature rocket
 
 @pytest.mark.ci
 @pytest.mark.timeout(3600)
-def test_feature_of_the_page_works_and_is_deleted_without_a_trace(
+def test_example_feature_of_features_md_works_and_is_deleted_without_a_trace(
     machine: None, open_path: Path
 ) -> None:
     copy = open_path / "tree"

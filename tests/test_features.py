@@ -27,19 +27,19 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_table_imports_nothing_but_os() -> None:
+def test_feature_table_imports_only_os() -> None:
     """Each hook reads it, also one that then has nothing to do."""
     nodes = ast.parse((FOLDER / "__init__.py").read_text()).body
     found = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert [ast.unparse(node) for node in found] == ["import os"]
 
 
-def test_table_has_a_row_for_each_folder_and_one_for_the_core() -> None:
+def test_feature_table_has_a_row_for_each_folder_and_the_core() -> None:
     folders = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
     assert sorted(feature.name for feature in FEATURES) == sorted([*folders, "core"])
 
 
-def test_row_of_a_feature_names_its_doors() -> None:
+def test_row_of_each_feature_names_exactly_its_doors() -> None:
     names = script("conformance").read_doors().keys()
     found: dict[str, set[str]] = {one.name: set() for one in FEATURES}
     for path in FOLDER.glob("*/*.py"):
@@ -75,11 +75,11 @@ def is_there(file: str, word: str) -> bool:
     return any(word in vars(node).values() for node in ast.walk(ast.parse(text)))
 
 
-def test_page_says_when_each_door_is_called() -> None:
+def test_architecture_md_names_every_door() -> None:
     page = (REPOSITORY / "docs/architecture.md").read_text()
     assert not [door for door in script("conformance").read_doors() if f"`{door}`" not in page]
 
 
-def test_conformance_file_is_the_one_that_the_table_makes() -> None:
+def test_conformance_py_equals_the_text_generated_from_the_feature_table() -> None:
     made = script("conformance").text()
     assert (REPOSITORY / "tests/features/conformance.py").read_text() == made

@@ -73,7 +73,7 @@ def ran(folder: Path, names: list[str], passes_at: int) -> subprocess.CompletedP
     ],
     ids=["passes-alone", "fails-again", "too-many", "none"],
 )
-def test_failed_tests_are_run_once_more_alone_if_they_are_few(
+def test_few_failed_tests_are_rerun_once_alone(
     tmp_path: Path, names: list[str], passes_at: int, code: int, said: list[str]
 ) -> None:
     done = ran(tmp_path, names, passes_at)
@@ -84,7 +84,7 @@ def test_failed_tests_are_run_once_more_alone_if_they_are_few(
     assert done.stdout.count("failed, then") == len(names) * again
 
 
-def test_suite_that_cannot_be_collected_is_not_tried_again(tmp_path: Path) -> None:
+def test_suite_with_a_collection_error_is_not_rerun(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import nothing_of_that_name\n")
     done = ran(tmp_path, ["one"], passes_at=1)
     assert done.returncode == pytest.ExitCode.INTERRUPTED

@@ -90,25 +90,21 @@ def run_in(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("suite", OF_EACH_SUITE)
-def test_clone_below_closed_directories_passes_tests_of_a_suite(
-    closed_clone: Path, suite: str
-) -> None:
+def test_suite_passes_in_a_clone_below_closed_directories(closed_clone: Path, suite: str) -> None:
     ran = run_in(closed_clone, "test", f"tests/{suite}/{OF_EACH_SUITE[suite]}")
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     assert re.match(r"\.+ +\[100%\]", ran.stdout), "skipped"
 
 
 @pytest.mark.ci
-def test_clone_below_closed_directories_runs_a_bench(closed_clone: Path) -> None:
+def test_bench_runs_in_a_clone_below_closed_directories(closed_clone: Path) -> None:
     ran = run_in(closed_clone, "bench/step", "1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "first=" in ran.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("place", ["here", pytest.param("/elsewhere", marks=pytest.mark.ci)])
-def test_venv_of_a_clone_that_was_moved_is_made_anew(
-    machine: None, tmp_path: Path, place: str
-) -> None:
+def test_venv_of_a_moved_clone_is_rebuilt(machine: None, tmp_path: Path, place: str) -> None:
     """Else it would run the code of the place that it was made in."""
     made, packages = (tmp_path / name for name in (".venv", ".venv/lib/python3/site-packages"))
     (tmp_path / "tests").mkdir()
@@ -128,13 +124,15 @@ def test_venv_of_a_clone_that_was_moved_is_made_anew(
         assert not packages.exists()
 
 
-def test_pytest_itself_says_that_users_cannot_traverse_to_the_clone(closed_clone: Path) -> None:
+def test_pytest_without_isolation_refuses_a_clone_below_closed_directories(
+    closed_clone: Path,
+) -> None:
     ran = run_in(closed_clone, ".venv/bin/python3", "-m", "pytest", "tests/unit/cache")
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"cannot traverse {isolate.find_closed(closed_clone)} (run ./test)" in ran.stderr
 
 
-def test_clone_that_is_closed_itself_is_refused(closed_clone: Path) -> None:
+def test_clone_with_mode_700_is_refused(closed_clone: Path) -> None:
     closed_clone.chmod(0o700)
     try:
         ran = run_in(closed_clone, "test", "tests/unit/cache", "-q")
@@ -143,7 +141,7 @@ def test_clone_that_is_closed_itself_is_refused(closed_clone: Path) -> None:
     assert (ran.returncode, f"(chmod -R go+rX {closed_clone})" in ran.stderr) == (1, True)
 
 
-def test_what_lies_beside_the_clone_is_seen_and_what_is_written_in_it_stays(
+def test_isolated_command_sees_files_beside_the_clone_and_its_writes_stay(
     closed_clone: Path,
 ) -> None:
     (closed_clone.parent / "beside").write_text("seen")
@@ -203,11 +201,11 @@ def test_failed_test_leaves_neither_mounts_nor_processes(machine: None, tmp_path
 @pytest.mark.parametrize(
     ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 128 + signal.SIGKILL)]
 )
-def test_exit_code_is_that_of_the_command(machine: None, script: str, code: int) -> None:
+def test_isolate_exits_with_the_commands_exit_code(machine: None, script: str, code: int) -> None:
     assert inside("sh", "-c", script).returncode == code
 
 
-def test_command_that_is_missing_is_named(machine: None) -> None:
+def test_isolate_names_a_missing_command(machine: None) -> None:
     ran = inside("/no/such/command")
     assert (ran.returncode, ran.stderr) == (
         127,
@@ -215,7 +213,7 @@ def test_command_that_is_missing_is_named(machine: None) -> None:
     )
 
 
-def test_command_of_an_ordinary_user_runs_as_it_is(machine: None) -> None:
+def test_isolate_runs_a_command_of_an_ordinary_user_without_namespaces(machine: None) -> None:
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     inner = [sys.executable, "-c", "import os; print(os.readlink('/proc/self/ns/pid'))"]
     here = os.readlink("/proc/self/ns/pid")
@@ -225,7 +223,9 @@ def test_command_of_an_ordinary_user_runs_as_it_is(machine: None) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_reaches_the_command_once(machine: None, number: signal.Signals) -> None:
+def test_isolate_forwards_a_signal_to_the_command_once(
+    machine: None, number: signal.Signals
+) -> None:
     argv = [*ISOLATE, sys.executable, "-c", AWAITS, str(int(number))]
     with subprocess.Popen(argv, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout
@@ -235,7 +235,7 @@ def test_signal_reaches_the_command_once(machine: None, number: signal.Signals) 
         assert process.communicate("", timeout=60)[0] == "set()\n"
 
 
-def test_command_whose_caller_is_killed_ends_as_well(machine: None) -> None:
+def test_isolated_command_ends_when_isolate_is_killed(machine: None) -> None:
     mark = f"98764.{os.getpid()}"
     with subprocess.Popen(
         [*ISOLATE, "sh", "-c", f"sleep {mark} & echo started; wait"], stdout=-1

@@ -21,12 +21,12 @@ def pytest_terminal_summary(terminalreporter):
 """  # as the tests' own conftest.py
 
 
-def test_every_test_file_is_in_one_of_the_folders() -> None:
+def test_every_test_file_is_in_a_folder_of_the_lanes() -> None:
     given = [file for folder in lanes.folders(lanes.TESTS) for file in folder.glob("test_*.py")]
     assert sorted(given) == sorted(lanes.TESTS.rglob("test_*.py"))
 
 
-def test_every_name_of_what_takes_longest_is_there() -> None:
+def test_every_name_in_the_list_of_longest_tests_exists() -> None:
     files = {file.stem.removeprefix("test_") for file in lanes.TESTS.rglob("test_*.py")}
     named = {lanes.CLUSTERS, *(lanes.TESTS / name for name in lanes.FOLDERS)}
     assert set(lanes.LONGEST) <= files
@@ -44,13 +44,13 @@ def test_every_name_of_what_takes_longest_is_there() -> None:
     ],
     ids=["first", "where nobody is", "helps", "clusters", "clusters together"],
 )
-def test_lane_goes_where_it_is_wanted(
+def test_lane_chooses_a_folder_of_its_kind_without_another_lane(
     begun: list[Path], clusters_first: bool, wanted: Path
 ) -> None:
     assert lanes.next_folder([HOOKS, UNIT, CLUSTERS], begun, clusters_first) == wanted
 
 
-def test_tests_that_took_longest_are_shown_first(tmp_path: Path) -> None:
+def test_slowest_tests_are_listed_first(tmp_path: Path) -> None:
     times = tmp_path / "times"
     assert lanes.slowest(times) == []
     times.write_text("".join(f"{number}.5 tests/a.py::test_{number}\n" for number in range(40)))
@@ -58,7 +58,7 @@ def test_tests_that_took_longest_are_shown_first(tmp_path: Path) -> None:
     assert (len(told), told[0]) == (lanes.MOST, "39.5 tests/a.py::test_39")
 
 
-def test_lane_goes_to_what_is_left_and_ends_when_there_is_nothing() -> None:
+def test_lane_chooses_the_remaining_folder_and_ends_without_one() -> None:
     assert lanes.next_folder([CLUSTERS], [CLUSTERS], clusters_first=False) == CLUSTERS
     assert lanes.next_folder([UNIT], [UNIT], clusters_first=True) == UNIT
     assert lanes.next_folder([], [UNIT], clusters_first=True) is None
@@ -74,7 +74,7 @@ def test_lane_goes_to_what_is_left_and_ends_when_there_is_nothing() -> None:
     ],
     ids=["good", "one fails", "last fails", "no tests"],
 )
-def test_exit_code_is_that_of_the_worst_folder_and_the_last_line_counts_all(
+def test_lanes_exit_with_the_worst_folders_code_and_a_line_of_totals(
     tmp_path: Path, bodies: list[str], code: int, total: str
 ) -> None:
     # So pytest's root is here: it reads no conftest.py above that, wherever the project lies.

@@ -240,7 +240,7 @@ def imported_modules(module: str) -> set[str]:
     return found
 
 
-def test_no_file_of_ours_is_opened_in_a_way_that_waits_for_a_fifo() -> None:
+def test_no_file_of_forestage_is_opened_in_a_way_that_blocks_on_a_fifo() -> None:
     """system/files.read_file and overwrite do not; in /proc and /sys there is none."""
     waiting = {"read_text", "read_bytes", "write_text", "write_bytes"}
     kernels = ("Path('/proc/", "Path(f'/proc/", "Path(CONNECTIONS,", "ahead")  # both in /sys
@@ -260,7 +260,7 @@ def test_no_file_of_ours_is_opened_in_a_way_that_waits_for_a_fifo() -> None:
                         assert flags & {"NONBLOCK", "EXCL"}, f"{module}: {ast.unparse(child)}"
 
 
-def test_folder_imports_only_from_itself_and_from_those_before_it() -> None:
+def test_folder_imports_only_from_itself_and_lower_layers() -> None:
     rank = dict.fromkeys(GROUND, 0) | {name: n for n, name in enumerate(FOLDERS, 1)}
     wrong = set()
     debts = set()
@@ -277,7 +277,7 @@ def test_folder_imports_only_from_itself_and_from_those_before_it() -> None:
     assert debts == listed, "what the core imports of features may only get less"
 
 
-def test_feature_imports_of_others_what_its_row_needs() -> None:
+def test_feature_imports_exactly_the_features_that_its_row_needs() -> None:
     used: dict[str, set[str]] = {feature.name: set() for feature in FEATURES}
     for module in MODULES:
         if mine := feature_of(module):
@@ -285,7 +285,7 @@ def test_feature_imports_of_others_what_its_row_needs() -> None:
     assert used == {feature.name: {*feature.needs} for feature in FEATURES}
 
 
-def test_costly_and_dangerous_imports_stay_behind_their_doors() -> None:
+def test_costly_and_dangerous_modules_are_imported_only_where_allowed() -> None:
     for module in MODULES:
         for name in {name.split(".")[0] for name in imported(module)} & set(ALLOWED):
             mine = {module, folder_of(module), *(("commands",) if is_command(module) else ())}
@@ -293,7 +293,7 @@ def test_costly_and_dangerous_imports_stay_behind_their_doors() -> None:
             assert doors, f"{module} imports {name}"
 
 
-def test_only_run_starts_programs() -> None:
+def test_only_system_run_starts_programs() -> None:
     doors = {
         "system",
         "popen",
@@ -310,7 +310,7 @@ def test_only_run_starts_programs() -> None:
                 assert node.attr not in doors, f"{module}: os.{node.attr}"
 
 
-def test_texts_are_searched_where_it_is_known_who_writes_them() -> None:
+def test_regular_expression_searches_are_only_in_listed_modules() -> None:
     found = {
         module
         for module in MODULES
@@ -320,7 +320,7 @@ def test_texts_are_searched_where_it_is_known_who_writes_them() -> None:
     assert found == present(SEARCHERS)
 
 
-def test_imports_inside_functions_are_few() -> None:
+def test_number_of_imports_inside_functions_is_limited() -> None:
     found = [
         f"{module}:{node.lineno}"
         for module in MODULES
@@ -334,7 +334,7 @@ def test_imports_inside_functions_are_few() -> None:
     assert len(set(found)) <= IN_FUNCTIONS, found
 
 
-def test_module_that_one_other_imports_has_a_reason_to_be_one() -> None:
+def test_module_with_a_single_importer_is_listed_with_a_reason() -> None:
     importers: dict[str, set[str]] = {module: set() for module in MODULES}
     for module in MODULES:
         for name in set(imported(module)):
@@ -363,7 +363,7 @@ WHOEVERS |= {"features.data.directory_record"}
 """Modules that read a lease to compare its user themselves."""
 
 
-def test_hooks_and_views_read_what_is_noted_of_a_job_as_its_user() -> None:
+def test_hooks_and_views_pass_the_uid_when_reading_a_jobs_records() -> None:
     """A number comes again: with another user's job."""
     for module in MODULES:
         is_of_jobs = folder_of(module) in ("hooks", "views", "features.data") or module in LATE
@@ -380,7 +380,7 @@ def test_hooks_and_views_read_what_is_noted_of_a_job_as_its_user() -> None:
                 assert len(call.args) == 3, module
 
 
-def test_one_module_reads_whether_peers_are_enabled() -> None:
+def test_only_config_and_peers_activation_read_peers_enabled() -> None:
     reading = {
         module
         for module in MODULES
@@ -392,7 +392,7 @@ def test_one_module_reads_whether_peers_are_enabled() -> None:
     assert reading == present(("config.load", "features.peers.activation"))
 
 
-def test_image_of_a_registry_is_obtained_without_other_nodes() -> None:
+def test_registry_feature_does_not_import_peers() -> None:
     """By the shared store: so `peers.enabled` means nothing there."""
     asking = {
         module
@@ -415,7 +415,7 @@ def broad(handler: ast.ExceptHandler) -> bool:
     return everything and not (isinstance(last, ast.Raise) and last.exc is None)
 
 
-def test_the_fail_open_boundary_is_the_only_broad_except() -> None:
+def test_fail_open_boundary_has_the_only_broad_except() -> None:
     found = [
         module
         for module in MODULES
@@ -425,7 +425,7 @@ def test_the_fail_open_boundary_is_the_only_broad_except() -> None:
     assert found == ["hooks.boundary"]
 
 
-def test_nothing_broad_is_suppressed() -> None:
+def test_no_contextlib_suppress_catches_all_exceptions() -> None:
     for module in MODULES:
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
@@ -433,7 +433,7 @@ def test_nothing_broad_is_suppressed() -> None:
                 assert not names & {"Exception", "BaseException"}, module
 
 
-def test_the_hooks_import_nothing_before_they_know_that_there_is_work() -> None:
+def test_hooks_boundary_imports_only_light_modules_at_the_top() -> None:
     top = [
         node
         for node in tree("hooks.boundary").body
@@ -445,7 +445,7 @@ def test_the_hooks_import_nothing_before_they_know_that_there_is_work() -> None:
     assert {alias.name for node in top for alias in node.names} == {"os", "time"}
 
 
-def test_every_folder_and_module_has_its_place() -> None:
+def test_every_folder_is_in_a_layer_and_every_allowed_importer_exists() -> None:
     found = {module.split(".")[0] for module in MODULES}
     assert found - {*GROUND, *FOLDERS} == set()
     doors = {door for doors in ALLOWED.values() for door in doors}
@@ -453,7 +453,7 @@ def test_every_folder_and_module_has_its_place() -> None:
     assert present(doors) - known == set(), "a door that is gone would let another in unseen"
 
 
-def test_programs_are_started_where_it_is_known_by_whom() -> None:
+def test_programs_are_started_only_by_listed_modules_as_the_right_user() -> None:
     found = {module for module in MODULES if "forestage.system.run" in imported(module)}
     assert found == present(STARTERS | FOR_USERS | FOR_WORKERS)
     for module in present(FOR_USERS):
@@ -482,7 +482,7 @@ def test_programs_are_started_where_it_is_known_by_whom() -> None:
         }, module
 
 
-def test_environment_is_read_by_the_hooks_and_the_command_line_only() -> None:
+def test_environment_is_read_only_by_hooks_and_commands() -> None:
     for module in MODULES:
         if module == "hooks.boundary" or is_command(module):
             continue
@@ -519,7 +519,7 @@ for module in sys.argv[1:]:
 
 
 @pytest.mark.ci
-def test_each_module_alone_can_be_imported_and_starts_nothing() -> None:
+def test_each_module_can_be_imported_alone_and_starts_nothing() -> None:
     """Cycles hide behind the order in which others import; and nothing may happen at import."""
     ran = subprocess.run(
         [sys.executable, "-BIc", ALONE, *MODULES], capture_output=True, text=True, check=False
@@ -547,7 +547,7 @@ print(code, sorted(heavy & set(sys.modules)), sorted(ours), made)
 
 
 @pytest.mark.parametrize(("name", "table"), [("prolog", []), ("epilog", ["forestage.features"])])
-def test_a_job_without_an_image_costs_a_bare_interpreter_and_leaves_one_mark(
+def test_hook_of_a_job_without_an_image_imports_three_modules_and_writes_one_mark(
     name: str, table: list[str]
 ) -> None:
     ran = subprocess.run(
@@ -581,7 +581,7 @@ inspect.type_info(int), toml.decode, yaml.decode
 """
 
 
-def test_hook_at_work_imports_nothing_that_it_can_do_without() -> None:
+def test_hook_at_work_imports_no_unneeded_module() -> None:
     ran = subprocess.run(
         [sys.executable, "-BIc", AT_WORK], capture_output=True, text=True, check=False
     )
@@ -605,14 +605,14 @@ main()
 """
 
 
-def test_a_steps_helper_starts_without_the_command_line() -> None:
+def test_step_helper_starts_without_importing_click() -> None:
     ran = subprocess.run(
         [sys.executable, "-BIc", STEP], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "step []\n", "")
 
 
-def test_class_name_is_used_once_within_a_folder_and_within_what_a_module_imports() -> None:
+def test_class_name_is_unique_within_a_folder_and_among_a_modules_imports() -> None:
     classes = {
         module: {node.name for node in tree(module).body if isinstance(node, ast.ClassDef)}
         for module in MODULES

@@ -31,7 +31,7 @@ def scripts() -> Iterator[str]:
 FILES = [*FOLDERS, *scripts()]
 
 
-def test_programs_without_a_suffix_are_seen() -> None:
+def test_linters_include_programs_without_a_suffix() -> None:
     assert {"tests/slurm/cluster", "packaging/completions"} <= set(FILES)
 
 
@@ -43,7 +43,7 @@ def test_programs_without_a_suffix_are_seen() -> None:
         pytest.param(["mypy"], id="mypy"),
     ],
 )
-def test_the_linter_has_nothing_to_say(arguments: list[str]) -> None:
+def test_linter_reports_no_problem(arguments: list[str]) -> None:
     run_linter("-m", *arguments)
 
 
@@ -79,7 +79,7 @@ def test(monkeypatch: pytest.MonkeyPatch, use: EntryUse, either: EntryUse | leas
 """
 
 
-def test_each_use_of_a_name_that_does_not_exist_is_an_error() -> None:
+def test_checker_reports_each_use_of_a_missing_name() -> None:
     found = checked.errors([BuildSource("wrong.py", "wrong", WRONG_NAMES)])
     lines = {int(error.split(":")[1]) for error in found if error.startswith("wrong.py:")}
     right = ("key=", "def ", "import ", '"EntryUse"', '"key"', "either.key", "Use.key")

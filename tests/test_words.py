@@ -181,11 +181,11 @@ def written(names: dict[str, set[str]], counts: Counter[str]) -> str:
 @pytest.mark.parametrize(
     "rule", ["class twice", "no noun", "one word", "verb alone", "empty word", "test name"]
 )
-def test_new_name_tells_what_it_is(rule: str) -> None:
+def test_no_new_name_breaks_a_rule_of_names(rule: str) -> None:
     assert find_names()[rule] - read_list()[0].get(rule, set()) == set()
 
 
-def test_words_that_are_read_twice_get_fewer() -> None:
+def test_counts_of_unclear_words_and_docstring_errors_do_not_grow() -> None:
     listed = read_list()[1]
     assert {word: n for word, n in count_words().items() if n > listed[word]} == {}
 

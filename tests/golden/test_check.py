@@ -176,7 +176,9 @@ NODES: dict[str, Callable[[GoodNode], object]] = {
 
 
 @pytest.mark.usefixtures("as_root")
-def test_report_of_check(open_path: Path, me: User, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_check_equals_the_golden_file(
+    open_path: Path, me: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry_checks, "NOBODY", me)
     printed: dict[str, list[str]] = {}
     for name, plant in NODES.items():

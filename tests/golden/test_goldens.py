@@ -22,7 +22,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_text_that_differs_is_shown_as_a_diff_and_written_where_asked(
+def test_golden_text_that_differs_is_shown_as_a_diff_and_written_with_forestage_golden(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert goldens.compare("said.txt", "one\ntwo\n") == []
@@ -52,7 +52,7 @@ def test_text_that_differs_is_shown_as_a_diff_and_written_where_asked(
         ({}, "Prolog imports no longer: forestage.a, forestage.b"),
     ],
 )
-def test_list_of_imports_that_differs_says_which_and_whether_that_may_be(
+def test_changed_golden_list_of_imports_names_the_modules_and_the_rule(
     kept: Path, now: goldens.Sections, told: str
 ) -> None:
     assert goldens.compare_imports("imports.txt", KEPT) == []
@@ -61,7 +61,7 @@ def test_list_of_imports_that_differs_says_which_and_whether_that_may_be(
     assert "only get shorter" in rule
 
 
-def test_what_differs_from_run_to_run_gets_a_word_and_keys_their_numbers() -> None:
+def test_normalise_replaces_keys_sizes_times_and_dates() -> None:
     key, other, third = "0123456789abcdef" * 2, "f" * 32, "7" * 32
     text = f"""{other} {key} {key[:12]} {third[:12]}
 /root/of/it/lustre/a.sqsh 23.5 GiB in 1m30s (250 MB/s), total=0.31s
@@ -75,7 +75,7 @@ a    wide   column  """
     ]
 
 
-def test_imports_of_each_scene_are_counted() -> None:
+def test_count_imports_counts_every_golden_scene() -> None:
     program = goldens.GOLDEN / "count-imports"
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
     counted = [line.split()[0] for line in ran.stdout.splitlines()[1:]]

@@ -182,7 +182,7 @@ def manager(scene: Scene) -> Iterator[int]:
         until(lambda: not named(OF_STEPS), "the end of all that served the step")
 
 
-def test_bare_hooks_and_an_image_that_is_bound(scene: Scene) -> None:
+def test_output_of_hooks_with_redirect_bind_equals_the_golden_files(scene: Scene) -> None:
     path = scene.node.put("alice/image.sqsh")
     scene.prolog("Prolog, no image", 1)
     scene.epilog("Epilog, no image", 1)
@@ -198,7 +198,7 @@ def test_bare_hooks_and_an_image_that_is_bound(scene: Scene) -> None:
     scene.compare("bind")
 
 
-def test_image_that_steps_are_shown(scene: Scene) -> None:
+def test_output_of_hooks_with_redirect_spank_equals_the_golden_files(scene: Scene) -> None:
     scene.node.configure(redirect="spank")
     scene.load_companion()
     path, other = (scene.node.put(f"alice/{name}.sqsh", content(n)) for n, name in enumerate("ab"))
@@ -224,7 +224,7 @@ def test_image_that_steps_are_shown(scene: Scene) -> None:
     scene.compare("spank")
 
 
-def test_directory_of_data(scene: Scene) -> None:
+def test_output_of_hooks_with_a_data_directory_equals_the_golden_files(scene: Scene) -> None:
     scene.node.configure(redirect="spank")
     scene.load_companion()
     for name in ("a", "b/c"):
@@ -244,7 +244,9 @@ def test_directory_of_data(scene: Scene) -> None:
                 loop.detach_device(one)
 
 
-def test_squashfs_of_data(scene: Scene, tmp_path: Path) -> None:
+def test_output_of_hooks_with_a_data_squashfs_equals_the_golden_files(
+    scene: Scene, tmp_path: Path
+) -> None:
     scene.node.configure(redirect="spank")
     scene.load_companion()
     (tmp_path / "tree").mkdir()
@@ -263,7 +265,9 @@ def test_squashfs_of_data(scene: Scene, tmp_path: Path) -> None:
     scene.compare("data-squashfs")
 
 
-def test_directory_of_the_job(scene: Scene, tmp_path: Path) -> None:
+def test_output_of_hooks_with_a_job_directory_equals_the_golden_files(
+    scene: Scene, tmp_path: Path
+) -> None:
     with jobdir.made(scene.node, tmp_path / "disk"), manager(scene) as pid:
         scene.load_companion()
         scene.prolog("Prolog", 7, comment="stage-dir=64M")
@@ -274,7 +278,9 @@ def test_directory_of_the_job(scene: Scene, tmp_path: Path) -> None:
         scene.compare("job-dir")
 
 
-def test_image_of_another_node(scene: Scene, tmp_path: Path) -> None:
+def test_output_of_hooks_with_an_image_from_a_peer_equals_the_golden_files(
+    scene: Scene, tmp_path: Path
+) -> None:
     peer = peering.Node(tmp_path / "n2", "n2")
     peers = {
         "enabled": True,
@@ -302,7 +308,7 @@ def test_image_of_another_node(scene: Scene, tmp_path: Path) -> None:
     scene.compare("peers")
 
 
-def test_image_that_was_expected(scene: Scene) -> None:
+def test_output_of_hooks_with_a_prefetched_image_equals_the_golden_files(scene: Scene) -> None:
     scene.node.configure(redirect="spank", prefetch={"host": "ctl1"})
     scene.load_companion()
     path, late = (scene.node.put(f"alice/{name}.sqsh", content(n)) for n, name in enumerate("ab"))
@@ -339,7 +345,9 @@ def site(private_mounts: None, open_path: Path) -> Site:
     return Site(open_path)
 
 
-def test_image_of_a_registry(site: Site, scene: Scene) -> None:
+def test_output_of_hooks_with_a_registry_image_equals_the_golden_files(
+    site: Site, scene: Scene
+) -> None:
     scene.user = IMPORTER
     scene.hidden.append(site.store.parent)
     scene.node.configure(redirect="spank", registry={"store": str(site.store)})

@@ -55,7 +55,7 @@ def groups(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tupl
             yield from groups(below, (*words, name))
 
 
-def test_help_of_each_command() -> None:
+def test_help_of_each_command_equals_the_golden_file() -> None:
     printed = {
         " ".join(("forestage", *words, "--help")): CliRunner()
         .invoke(main, [*words, "--help"], prog_name="forestage")
@@ -158,7 +158,7 @@ def happened(image: str, key: str) -> Iterator[EventRecord]:
     )
 
 
-def test_commands_of_a_node(printed: Printed) -> None:
+def test_output_of_commands_on_a_node_equals_the_golden_file(printed: Printed) -> None:
     for words in (
         ("status",),
         ("status", "--oneline"),
@@ -187,7 +187,7 @@ def test_commands_of_a_node(printed: Printed) -> None:
     printed.compare("commands")
 
 
-def test_fields_of_json_documents(printed: Printed) -> None:
+def test_fields_of_json_documents_equal_the_golden_file(printed: Printed) -> None:
     for words in (
         ("status",),
         ("ls",),
@@ -205,19 +205,21 @@ def test_fields_of_json_documents(printed: Printed) -> None:
     printed.compare("json")
 
 
-def test_explanation_of_each_job(printed: Printed) -> None:
+def test_output_of_explain_equals_the_golden_file(printed: Printed) -> None:
     for job in (5, 6, 7, 8, 9, 10, 11, 12):
         printed.run("explain", str(job))
     printed.compare("explain")
 
 
-def test_report_and_metrics(printed: Printed) -> None:
+def test_output_of_report_and_metrics_equals_the_golden_file(printed: Printed) -> None:
     printed.run("report")
     printed.run("metrics", "--print")
     printed.compare("report")
 
 
-def test_completion(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_completion_equals_the_golden_file(
+    printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for words in (("",), ("re",), ("registry", ""), ("show", ""), ("explain", ""), ("sweep", "--")):
         printed.complete(*words)
     printed.complete("evict", f"{printed.site.lustre}/")
