@@ -48,7 +48,7 @@ OF_EACH_SUITE = {
     "faults": "test_attributes_kept.py::test_statx_asks_the_server_by_descriptor_and_by_name",
     "window": "test_window_processes.py::test_loaders_of_a_job_share_one_copier_and_its_copies",
     "spank": "test_namespace.py::test_task_keeps_its_working_directory_after_its_mounts",
-    "slurm": "test_step_bind.py::test_inner_step_is_staged_and_redirected_on_the_node",
+    "slurm": "test_step_bind.py::test_image_of_an_inner_step_is_redirected_on_the_whole_node",
 }
 CACHES = ("__pycache__", ".*_cache", ".hypothesis")
 LINTERS = ("mypy*", "ruff*")  # half of what is in .venv

@@ -67,7 +67,7 @@ def run(*argv: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_remembered_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk is asked each time: else the next hook may go by an answer of this second."""
     monkeypatch.setattr(probe, "GOOD", 0.0)
 

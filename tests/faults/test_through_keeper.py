@@ -176,7 +176,7 @@ def test_keeper_refuses_an_invalid_request_and_answers_the_next_request(shown: S
 
 
 @pytest.mark.parametrize(("limit", "others"), [("MOST", False), ("MOST_OF_USER", True)])
-def test_images_beyond_the_limit_are_not_read_through(
+def test_images_beyond_the_limit_are_declined_for_reading_through(
     node: Node, shown: Shown, monkeypatch: pytest.MonkeyPatch, limit: str, others: bool
 ) -> None:
     monkeypatch.setattr(keeper, limit, 2)

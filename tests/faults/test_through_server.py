@@ -87,7 +87,7 @@ def test_readers_get_right_bytes_though_servers_are_repeatedly_killed(
     unpacker.stop()
 
 
-def test_stopped_server_is_replaced(shown: Shown) -> None:
+def test_stopped_read_through_server_is_replaced(shown: Shown) -> None:
     through = shown()
     os.kill(through.server(), signal.SIGSTOP)
     assert shows(through.path, source_bytes())
@@ -210,7 +210,9 @@ def test_new_server_answers_requests_of_a_killed_server_that_hangs_in_the_kernel
     until(lambda: old not in servers_of(through.pid), "the old server to end")
 
 
-def test_readers_killed_at_any_moment_end(node: Node, shown: Shown, far: Far, place: Path) -> None:
+def test_killed_readers_of_a_read_through_file_end_at_any_moment(
+    node: Node, shown: Shown, far: Far, place: Path
+) -> None:
     """Their INTERRUPT may come before the READ that it is about has been noted."""
     slow(far)
     through = shown(far.put("image.sqsh", source_bytes()), place)

@@ -58,7 +58,7 @@ def test_source_that_root_may_not_read_is_not_read_through(
     far.behaves()
 
 
-def test_source_that_hangs_from_the_start_leaves_one_keeper_and_no_server(
+def test_source_that_hangs_from_the_start_leaves_a_single_keeper_and_no_server(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many steps come: what hangs with it takes memory until it answers."""

@@ -89,7 +89,9 @@ def test_missing_image_fails_the_step_and_not_the_node(trivial: Cluster) -> None
     trivial.wait_idle()
 
 
-def test_prolog_sees_the_image_and_the_epilog_does_not(trivial: Cluster) -> None:
+def test_image_option_is_in_the_prologs_environment_but_not_in_the_epilogs(
+    trivial: Cluster,
+) -> None:
     job = trivial.run(
         ["srun", f"--container-image={IMAGE}", "-w", "n3", "sh", "-c", "echo $SLURM_JOB_ID"]
     )

@@ -144,7 +144,7 @@ def test_health_check_clear_removes_the_note_and_print_only_prints_the_note(heal
     assert "Extra=" not in after
 
 
-def test_nhc_fails_on_an_unusable_cache_and_not_where_staging_is_off(health: Health) -> None:
+def test_nhc_check_fails_on_an_unusable_cache_but_not_if_staging_is_off(health: Health) -> None:
     assert health.nhc() == (0, "")
     health.break_cache()
     code, said = health.nhc()

@@ -40,7 +40,7 @@ def findings(process: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["mode", "directory"])
-def test_private_image_of_a_running_job_opens_for_no_other_user(site: Site, way: str) -> None:
+def test_private_image_of_a_running_job_is_closed_to_other_users(site: Site, way: str) -> None:
     image = private_image(site, way)
     bob = snoop(site, "bob")
     with site.holding(image) as job:

@@ -84,7 +84,7 @@ def step(image: str, *options: str) -> str:
     return " ".join(["srun", *options, f"--container-image={image}", SHOW])
 
 
-def test_one_import_serves_all_nodes_and_steps_and_the_next_job(
+def test_one_registry_import_serves_all_nodes_and_steps_and_the_next_job(
     site: Site, registry: Registry
 ) -> None:
     registry.push("team/tool:1", "first")

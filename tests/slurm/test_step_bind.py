@@ -14,7 +14,7 @@ def cluster_spec() -> ClusterSpec:
     return accompanied(2)
 
 
-def test_inner_step_is_staged_and_redirected_on_the_node(site: Site) -> None:
+def test_image_of_an_inner_step_is_redirected_on_the_whole_node(site: Site) -> None:
     image = site.image("inner", mib=2)
     step = f"srun --container-image={image} {SHOW}"
     job = site.sbatch(f"{step}\n{step}\ngrep -c entries /proc/self/mountinfo")

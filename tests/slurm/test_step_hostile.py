@@ -129,7 +129,7 @@ def test_helper_run_as_root_executes_nothing_from_the_users_environment(spank: S
     spank.source(MARK).unlink()
 
 
-def test_steps_with_closed_descriptors_are_served(spank: Site) -> None:
+def test_steps_with_closed_standard_descriptors_read_the_copy(spank: Site) -> None:
     image = spank.image("closed")
     closed = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
     steps = [f"srun --container-image={image} {SHOW} {one}; echo $?" for one in closed]

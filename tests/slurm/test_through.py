@@ -374,7 +374,7 @@ def has_open(site: Site, name: str, key: str) -> bool:
 
 
 @pytest.mark.long
-def test_requeued_job_reads_through_again(through: Site, far: SlowSource) -> None:
+def test_requeued_job_reads_through_the_copy_again(through: Site, far: SlowSource) -> None:
     image, digest = far.image("again", mib=MIB), far.sha256("again")
     far.behaves(hold=HOLD)
     script = f"#!/bin/sh\nsrun --container-image={image} {looks(image)}\n"

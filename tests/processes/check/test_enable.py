@@ -613,7 +613,7 @@ def test_non_utf8_byte_in_slurm_conf_is_printed_escaped(
     assert "\udcfc" not in printed
 
 
-def test_slurm_conf_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+def test_enable_with_a_missing_slurm_conf_is_a_usage_error(tmp_path: Path) -> None:
     done = Site(tmp_path).run("enable", "--slurm-conf=/nope")
     assert done.exit_code == ExitStatus.USAGE
 

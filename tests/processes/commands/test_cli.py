@@ -169,7 +169,7 @@ def test_ls_into_a_closed_pipe_exits_with_pipe_status_and_no_traceback(
     "args",
     [["show"], ["explain", "4_2"], ["explain", "0x4"], ["pin"], ["no"], ["evict", "--all", "abcd"]],
 )
-def test_wrong_command_line_ends_with_2(site: Site, args: list[str]) -> None:
+def test_wrong_command_line_exits_with_usage_status(site: Site, args: list[str]) -> None:
     assert site.run(*args).exit_code == ExitStatus.USAGE
 
 
@@ -367,7 +367,7 @@ def test_evict_and_pin_change_nothing_if_one_of_several_arguments_is_not_found(s
         (lambda path: (path.unlink(), path.mkdir()), "changed: .* is a directory"),
     ],
 )
-def test_show_of_a_changed_source_says_what_changed(
+def test_show_of_a_changed_source_prints_what_has_changed(
     site: Site, change: Callable[[Path], None], expected: str
 ) -> None:
     path = site.image("a.sqsh")
@@ -648,7 +648,7 @@ def test_config_command_prints_each_value_and_its_origin(site: Site) -> None:
     assert re.search(rf"^deadline +2m +{site.file}$", printed, re.MULTILINE)
 
 
-def test_config_of_a_partition_without_settings_says_so(site: Site) -> None:
+def test_config_of_a_partition_without_settings_prints_a_warning(site: Site) -> None:
     site.configure("partitions:\n  gpu:\n    deadline: 2m\n")
     assert site.run("config", "--partition", "gpu").stderr == ""
     done = site.run("config", "--partition", "gpuu")

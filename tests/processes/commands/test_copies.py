@@ -170,7 +170,7 @@ def test_part_of_an_earlier_boot_is_not_listed_as_a_copy_under_way(site: Site) -
         assert copies.list_copies(site.node) == ()
 
 
-def test_copy_being_published_is_listed(site: Site) -> None:
+def test_copy_being_published_is_listed_as_under_way(site: Site) -> None:
     path = site.image("a.sqsh", b"x" * CHUNK)
     part, owner = site.part(path)
     entry = Entry(owner.image.key, owner.image.identity, owner.image.access, NOW, "chunks", CHUNK)

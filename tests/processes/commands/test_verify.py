@@ -282,7 +282,9 @@ def test_acl_that_equals_the_mode_is_no_attribute_error(site: Site, source: Path
 
 
 @pytest.mark.parametrize("damage", ["record", "no record", "size", "no image"])
-def test_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
+def test_verify_evicts_an_entry_with_damaged_or_missing_files(
+    site: Site, source: Path, damage: str
+) -> None:
     key = site.publish(source)
     entry = site.node.cache.entry_dir(key)
     if damage == "record":
@@ -297,7 +299,9 @@ def test_damaged_entry_is_bad(site: Site, source: Path, damage: str) -> None:
     assert not kept(site, key)
 
 
-def test_unreadable_copy_is_bad(site: Site, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_with_an_unreadable_chunk_is_bad(
+    site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.publish(source)
     read = compare._DirectCopyReader.read
 

@@ -50,7 +50,7 @@ def key(file: Path, look: Callable[[Path], OpenImage]) -> Iterator[str]:
 
 
 @pytest.fixture
-def here(
+def entry_in_cache(
     file: Path, look: Callable[[Path], OpenImage], publish: Callable[[SourceImage], Entry]
 ) -> None:
     """The image is in the cache already."""
@@ -127,7 +127,7 @@ def test_error_becomes_an_outcome_and_drops_the_lease_in_a_prolog_but_not_in_a_s
 
 
 def test_error_keeps_the_lease_of_an_earlier_request_for_the_same_image(
-    node: Node, handle: Handle, here: None, key: str, monkeypatch: Patch
+    node: Node, handle: Handle, entry_in_cache: None, key: str, monkeypatch: Patch
 ) -> None:
     handle()
 

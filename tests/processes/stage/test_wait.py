@@ -236,12 +236,12 @@ SIZE = 1000
     ("left", "changes", "mine", "hopeless"),
     [
         # The copy ahead needs ten seconds more.
-        pytest.param(10.0 / SPEEDUP_MARGIN - 0.1, {}, {}, True, id="its end comes too late"),
-        pytest.param(10.0 / SPEEDUP_MARGIN + 0.1, {}, {}, False, id="it may end in time"),
-        pytest.param(1.0, {"began": 1000 - OBSERVE + 0.01}, {}, False, id="too early to say"),
-        pytest.param(1.0, {"placed": False, "phase": "queued"}, {}, False, id="a place is free"),
-        pytest.param(1.0, {}, {"placed": True}, False, id="it has its place"),
-        pytest.param(1.0, {"boot": "older"}, {}, False, id="nobody is ahead"),
+        pytest.param(10.0 / SPEEDUP_MARGIN - 0.1, {}, {}, True, id="copy ends too late"),
+        pytest.param(10.0 / SPEEDUP_MARGIN + 0.1, {}, {}, False, id="copy may end in time"),
+        pytest.param(1.0, {"began": 1000 - OBSERVE + 0.01}, {}, False, id="too early to estimate"),
+        pytest.param(1.0, {"placed": False, "phase": "queued"}, {}, False, id="a slot is free"),
+        pytest.param(1.0, {}, {"placed": True}, False, id="job has its slot"),
+        pytest.param(1.0, {"boot": "older"}, {}, False, id="no copy is ahead"),
     ],
 )
 def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
@@ -285,13 +285,13 @@ def living(monkeypatch: Patch) -> None:
         pytest.param(1, {}, 60.0, True, id="far too slow"),
         pytest.param(1, {}, 90.0, False, id="slow, but there is time"),
         pytest.param(10, {}, 0.1, False, id="all there, not yet published"),
-        pytest.param(0, {}, 1.0, False, id="nothing there yet: no rate to judge by"),
+        pytest.param(0, {}, 1.0, False, id="nothing copied yet, no rate"),
         # What was there before this copy began says nothing about its rate.
         pytest.param(5, {"resumed": 400}, 10.0, True, id="resumed"),
         pytest.param(5, {"resumed": 500}, 1.0, False, id="resumed, nothing new yet"),
-        pytest.param(1, {"resumed": 60}, 1.0, False, id="less than a chunk says nothing"),
-        pytest.param(1, {"began": 1000 - OBSERVE + 0.01}, 1.0, False, id="too early to say"),
-        pytest.param(1, {"began": 1000 - OBSERVE}, 1.0, True, id="late enough to say"),
+        pytest.param(1, {"resumed": 60}, 1.0, False, id="less than a chunk, no rate"),
+        pytest.param(1, {"began": 1000 - OBSERVE + 0.01}, 1.0, False, id="too early to estimate"),
+        pytest.param(1, {"began": 1000 - OBSERVE}, 1.0, True, id="late enough to estimate"),
         pytest.param(1, {"phase": "queued", "began": 0.0}, 1.0, False, id="queued"),
         pytest.param(10, {}, 0.0, True, id="no time left"),
         pytest.param(1, {"phase": "queued"}, 0.0, True, id="queued, no time left"),
@@ -326,7 +326,7 @@ def test_job_waits_though_an_expected_copy_that_yields_to_its_lease_is_slow(
 
 
 @pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
-def test_copy_that_has_not_begun_is_waited_for_until_the_deadline(
+def test_job_waits_until_the_deadline_for_a_copy_that_has_not_begun(
     staging_node: Node, make_image: Make, left: float, hopeless: bool
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())

@@ -36,7 +36,7 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], str]:
 
 
 @pytest.fixture(autouse=True)
-def stays(monkeypatch: Patch) -> list[tuple[int, str]]:
+def cgroup_moves(monkeypatch: Patch) -> list[tuple[int, str]]:
     """Where it goes from its cgroups, in place of going there."""
     gone: list[tuple[int, str]] = []
     monkeypatch.setattr(child, "leave_job_cgroups", lambda adj, leaf: gone.append((adj, leaf)))
@@ -44,7 +44,7 @@ def stays(monkeypatch: Patch) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(autouse=True)
-def none_left(monkeypatch: Patch) -> Iterator[None]:
+def no_children_left(monkeypatch: Patch) -> Iterator[None]:
     """Also of a test that fails."""
     begin, pids = child.fork_with_socket, list[int]()
 
@@ -143,11 +143,11 @@ def test_holder_keeps_only_the_named_descriptors_of_its_hook(tmp_path: Path) -> 
     ],
 )
 def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
-    life: DaemonSpec, gone: list[tuple[int, str]], stays: list[tuple[int, str]]
+    life: DaemonSpec, gone: list[tuple[int, str]], cgroup_moves: list[tuple[int, str]]
 ) -> None:
     def work(hook: StartChannel) -> None:
         hook.begin()
-        hook.send(StartReport("ready" if stays == gone else "failed"))
+        hook.send(StartReport("ready" if cgroup_moves == gone else "failed"))
 
     with holder.start_daemon(life, "it", work) as channel:
         assert channel.recv(600) == StartReport("ready")
@@ -231,7 +231,7 @@ def test_await_ready_is_false_if_another_holder_is_already_running(state: str, r
 
 
 @pytest.fixture
-def guests(path: str) -> Iterator[TaskConnections]:
+def clients(path: str) -> Iterator[TaskConnections]:
     """They hear what they ask."""
     made = TaskConnections(
         holder.listen_for_clients(Path(path)), lambda guest, asked: guest.sendall(asked)
@@ -240,7 +240,7 @@ def guests(path: str) -> Iterator[TaskConnections]:
     made.close()
 
 
-def guest(path: str) -> socket.socket:
+def connect_client(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(60)
     made.connect(path)
@@ -282,7 +282,7 @@ def test_clients_beyond_the_descriptor_limit_of_a_holder_are_queued_and_answered
             os._exit(0)
         os._exit(1)
     theirs.close()
-    comers = [guest(path) for _ in range(60)]
+    comers = [connect_client(path) for _ in range(60)]
     for one in comers:
         one.send(b"asked")
     for one in comers:  # each makes place for another
@@ -294,34 +294,34 @@ def test_clients_beyond_the_descriptor_limit_of_a_holder_are_queued_and_answered
 
 
 def test_each_connected_client_gets_its_answer_until_its_connection_closes(
-    guests: TaskConnections, path: str
+    clients: TaskConnections, path: str
 ) -> None:
-    first, second = guest(path), guest(path)
-    while len(guests.connections) < 2:
-        guests.attend(None)
+    first, second = connect_client(path), connect_client(path)
+    while len(clients.connections) < 2:
+        clients.attend(None)
     for one in (second, first):
         one.send(b"asked")
-        guests.attend(None)
+        clients.attend(None)
         assert one.recv(100) == b"asked"
     first.close()
-    guests.attend(None)
-    assert len(guests.connections) == 1
+    clients.attend(None)
+    assert len(clients.connections) == 1
     second.close()
-    guests.attend(None)
-    assert guests.connections == {}
+    clients.attend(None)
+    assert clients.connections == {}
 
 
 def test_clients_above_the_maximum_are_accepted_after_another_disconnects(
-    guests: TaskConnections, path: str, monkeypatch: Patch
+    clients: TaskConnections, path: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(holder, "MOST", 1)
-    first, second = guest(path), guest(path)
+    first, second = connect_client(path), connect_client(path)
     second.send(b"second")
-    guests.attend(None)
-    guests.attend(0.0)
-    assert len(guests.connections) == 1
+    clients.attend(None)
+    clients.attend(0.0)
+    assert len(clients.connections) == 1
     first.close()
-    thread = threading.Thread(target=lambda: [guests.attend(60.0) for _ in range(3)])
+    thread = threading.Thread(target=lambda: [clients.attend(60.0) for _ in range(3)])
     thread.start()
     assert second.recv(100) == b"second"
     second.close()
@@ -333,7 +333,7 @@ def test_client_connections_of_a_holder_are_non_blocking(path: str) -> None:
     made = TaskConnections(
         holder.listen_for_clients(Path(path)), lambda one, _: blocking.append(one.getblocking())
     )
-    with guest(path) as deaf:
+    with connect_client(path) as deaf:
         deaf.send(b"asked")
         while not blocking:
             made.attend(None)
@@ -342,14 +342,14 @@ def test_client_connections_of_a_holder_are_non_blocking(path: str) -> None:
 
 
 def test_descriptor_sent_with_a_clients_request_is_closed(
-    guests: TaskConnections, path: str
+    clients: TaskConnections, path: str
 ) -> None:
     """A companion of another build may send one."""
-    with guest(path) as one:
-        guests.attend(None)
+    with connect_client(path) as one:
+        clients.attend(None)
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(one, [b"asked"], [0])
-        guests.attend(None)
+        clients.attend(None)
         assert one.recv(100) == b"asked"
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -358,33 +358,33 @@ def test_new_client_is_sent_the_greeting(path: str) -> None:
     greeted = TaskConnections(
         holder.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
     )
-    with guest(path) as one:
+    with connect_client(path) as one:
         greeted.attend(None)
         assert one.recv(100) == b"hello"
     greeted.close()
 
 
-def test_attend_returns_the_other_descriptors_that_are_readable(guests: TaskConnections) -> None:
+def test_attend_returns_the_other_descriptors_that_are_readable(clients: TaskConnections) -> None:
     ours, theirs = os.pipe()
     silent, never = os.pipe()
     os.write(theirs, b"x")
-    assert guests.attend(None, -1, ours, silent) == {ours}
-    assert guests.attend(0.0, -1, silent) == set()
+    assert clients.attend(None, -1, ours, silent) == {ours}
+    assert clients.attend(0.0, -1, silent) == set()
     for fd in (ours, theirs, silent, never):
         os.close(fd)
 
 
 def test_closed_task_connections_refuse_new_clients_and_still_attend(
-    guests: TaskConnections, path: str
+    clients: TaskConnections, path: str
 ) -> None:
-    one = guest(path)
-    guests.attend(None)
-    guests.close()
+    one = connect_client(path)
+    clients.attend(None)
+    clients.close()
     assert one.recv(1) == b""
-    assert guests.attend(0.0) == set()
+    assert clients.attend(0.0) == set()
     one.close()
     with pytest.raises(ConnectionRefusedError):
-        guest(path)
+        connect_client(path)
 
 
 # Its directory

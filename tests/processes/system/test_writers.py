@@ -76,7 +76,7 @@ def test_process_that_appends_to_a_file_is_found_as_writer(
     assert not found(file)
 
 
-def test_writer_through_a_mapping_alone_is_found(file: Path) -> None:
+def test_writer_through_a_shared_mapping_is_found(file: Path) -> None:
     with file.open("r+b") as opened:
         mapped = mmap.mmap(opened.fileno(), 4096)
     assert found(file)
