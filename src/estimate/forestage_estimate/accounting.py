@@ -18,28 +18,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-SEPARATOR = "\x1f"
-FIELDS = ("JobID", "Partition", "Start", "NodeList", "AdminComment", "WorkDir", "SubmitLine")
+FIELD_SEPARATOR = "\x1f"
+SACCT_FIELDS = ("JobID", "Partition", "Start", "NodeList", "AdminComment", "WorkDir", "SubmitLine")
 """A job's number first, what users write last: it may hold separators."""
 
-SEEN = "stage-seen="  # as packaging/slurm/job_submit.lua writes it
-MAX_NODES = 20000  # of one row
-MAX_IMAGES = 64  # of one job
+SEEN_IMAGES_WORD = "stage-seen="  # as packaging/slurm/job_submit.lua writes it
+MAX_ROW_NODES = 20000  # of one row
+MAX_JOB_IMAGES = 64  # of one job
 
-_STEP = r"batch|extern|interactive|[0-9]{1,10}"
-_JOB = re.compile(rf"([0-9]{{1,10}}(?:_[0-9]{{1,10}}|\+[0-9]{{1,5}})?)(?:\.({_STEP}))?")
-_IMAGE = re.compile(r"(?:^| )--container-image[= ](\S+)")
-_GROUP = re.compile(r"\[([0-9,-]+)\]")
-_PARTITION = re.compile(r"[\w.,-]{0,200}")
-_HOSTS = re.compile(r"[\w.-]+")
+_STEP_NAME = r"batch|extern|interactive|[0-9]{1,10}"
+_JOB_ID = re.compile(rf"([0-9]{{1,10}}(?:_[0-9]{{1,10}}|\+[0-9]{{1,5}})?)(?:\.({_STEP_NAME}))?")
+_IMAGE_OPTION = re.compile(r"(?:^| )--container-image[= ](\S+)")
+_HOST_RANGES = re.compile(r"\[([0-9,-]+)\]")
+_PARTITION_NAMES = re.compile(r"[\w.,-]{0,200}")
+_HOST_NAMES = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Start:
-    """A job's first use of an image on some of its nodes. `at` is in seconds since 1970."""
+class ImageStart:
+    """A job's first use of an image on some of its nodes. `start_time` is in seconds since 1970."""
 
-    __slots__ = ("at", "image", "nodes", "partition")  # a year has millions
-    at: float
+    __slots__ = ("image", "nodes", "partition", "start_time")  # a year has millions
+    start_time: float
     partition: str
     nodes: tuple[str, ...]
     image: str
@@ -51,119 +51,144 @@ class Start:
 
 
 @dataclass
-class Job:
+class AccountedJob:
     """A job that has started. A node has an image in one of `starts` only."""
 
-    __slots__ = ("at", "is_batch", "nodes", "number", "partition", "starts")
-    number: str
-    at: float
+    __slots__ = ("is_batch", "job_id", "nodes", "partition", "start_time", "starts")
+    job_id: str
+    start_time: float
     partition: str
     nodes: tuple[str, ...]
     is_batch: bool
-    starts: list[Start]
+    starts: list[ImageStart]
 
 
-class _JobUses:
+class _JobImageUses:
     """What one job has used where: sets for all jobs would fill the memory."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: AccountedJob) -> None:
         self.job = job
-        self._nodes = frozenset(job.nodes)
-        self._used: dict[str, set[str]] = {}
-        self._left = MAX_IMAGES * len(job.nodes)
+        self._job_nodes = frozenset(job.nodes)
+        self._used_nodes: dict[str, set[str]] = {}
+        self._uses_left = MAX_JOB_IMAGES * len(job.nodes)
         for start in job.starts:
-            self._used.setdefault(start.image, set()).update(start.nodes)
-            self._left -= len(start.nodes)
+            self._used_nodes.setdefault(start.image, set()).update(start.nodes)
+            self._uses_left -= len(start.nodes)
 
-    def add(self, row: _Row) -> None:
+    def add_images(self, row: _AccountingRow) -> None:
         """Note a row's images on those of its nodes that are the job's."""
-        own = row.nodes
-        if own != self.job.nodes:
-            own = tuple(node for node in own if node in self._nodes)
+        nodes = row.nodes
+        if nodes != self.job.nodes:
+            nodes = tuple(node for node in nodes if node in self._job_nodes)
         for image in row.images:
-            used = self._used.setdefault(image, set())
-            new = tuple(node for node in own if node not in used) if used else own
-            new = new[: self._left]
-            if new:
-                used.update(new)
-                self._left -= len(new)
-                self.job.starts.append(Start(row.at, self.job.partition, new, image))
+            used = self._used_nodes.setdefault(image, set())
+            new_nodes = tuple(node for node in nodes if node not in used) if used else nodes
+            new_nodes = new_nodes[: self._uses_left]
+            if new_nodes:
+                used.update(new_nodes)
+                self._uses_left -= len(new_nodes)
+                self.job.starts.append(
+                    ImageStart(row.start_time, self.job.partition, new_nodes, image)
+                )
 
 
 @dataclass
-class Accounting:
-    """All jobs that were read; `dropped` lines were no row."""
+class JobRecords:
+    """All jobs that were read; `dropped_lines` lines were no row."""
 
-    jobs: dict[str, Job] = field(default_factory=dict)
-    dropped: int = 0
+    jobs: dict[str, AccountedJob] = field(default_factory=dict)
+    dropped_lines: int = 0
 
 
 @dataclass(frozen=True)
-class _Row:
-    job: str
-    step: str
+class _AccountingRow:
+    job_id: str
+    step_name: str
     partition: str
-    at: float
+    start_time: float
     nodes: tuple[str, ...]
     images: tuple[str, ...]
 
 
-def sacct(since: str, until: str) -> list[str]:
-    """The command whose output `read` reads."""
+def build_sacct_command(since: str, until: str) -> list[str]:
+    """The command whose output `read_job_records` reads."""
     period = [f"--starttime={since}", f"--endtime={until}"]
-    form = ["--noheader", "--parsable2", f"--delimiter={SEPARATOR}", f"--format={','.join(FIELDS)}"]
-    return ["sacct", "--allusers", *period, *form]
+    output_format = [
+        "--noheader",
+        "--parsable2",
+        f"--delimiter={FIELD_SEPARATOR}",
+        f"--format={','.join(SACCT_FIELDS)}",
+    ]
+    return ["sacct", "--allusers", *period, *output_format]
 
 
-def read(lines: Iterable[bytes]) -> Accounting:
+def read_job_records(lines: Iterable[bytes]) -> JobRecords:
     """Reads rows as sacct prints them: a job's own before those of its steps."""
-    found = Accounting()
-    uses: _JobUses | None = None
+    records = JobRecords()
+    uses: _JobImageUses | None = None
     for line in lines:
         text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
-        row = _row(text)
+        row = _parse_row(text)
         if row is None:
-            found.dropped += _is_no_row(text)
-        elif not row.step:
+            records.dropped_lines += _is_malformed_row(text)
+        elif not row.step_name:
             # A second one with this number: forged, or counted from 1 again.
-            if row.job in found.jobs:
-                found.dropped += 1
+            if row.job_id in records.jobs:
+                records.dropped_lines += 1
             else:
-                job = Job(row.job, row.at, row.partition, row.nodes, is_batch=False, starts=[])
-                found.jobs[row.job] = job
-                uses = _JobUses(job)
-                uses.add(row)
-        elif row.job in found.jobs:
-            job = found.jobs[row.job]
-            job.is_batch |= row.step == "batch"
-            if row.step.isdigit():
+                job = AccountedJob(
+                    row.job_id, row.start_time, row.partition, row.nodes, is_batch=False, starts=[]
+                )
+                records.jobs[row.job_id] = job
+                uses = _JobImageUses(job)
+                uses.add_images(row)
+        elif row.job_id in records.jobs:
+            job = records.jobs[row.job_id]
+            job.is_batch |= row.step_name == "batch"
+            if row.step_name.isdigit():
                 if uses is None or uses.job is not job:
-                    uses = _JobUses(job)
-                uses.add(row)
-    return found
+                    uses = _JobImageUses(job)
+                uses.add_images(row)
+    return records
 
 
-def _is_no_row(text: str) -> bool:
+def _is_malformed_row(text: str) -> bool:
     """Whether this is not just a job that has not started, or has had no nodes."""
-    fields = text.split(SEPARATOR, len(FIELDS) - 1)
-    return len(fields) != len(FIELDS) or not _JOB.fullmatch(fields[0])
+    fields = text.split(FIELD_SEPARATOR, len(SACCT_FIELDS) - 1)
+    return len(fields) != len(SACCT_FIELDS) or not _JOB_ID.fullmatch(fields[0])
 
 
-def _row(text: str) -> _Row | None:
-    fields = text.split(SEPARATOR, len(FIELDS) - 1)
-    if len(fields) != len(FIELDS):
+def _parse_row(text: str) -> _AccountingRow | None:
+    fields = text.split(FIELD_SEPARATOR, len(SACCT_FIELDS) - 1)
+    if len(fields) != len(SACCT_FIELDS):
         return None
-    number, partition, start, nodes, comment, directory, line = fields
-    matched, at, hosts = _JOB.fullmatch(number), _seconds(start), expand(nodes)
-    if not matched or at is None or not hosts or not _PARTITION.fullmatch(partition):
+    job_text, partition, start, nodes, comment, directory, line = fields
+    job_match, start_time, hosts = (
+        _JOB_ID.fullmatch(job_text),
+        _parse_time(start),
+        expand_hosts(nodes),
+    )
+    if (
+        not job_match
+        or start_time is None
+        or not hosts
+        or not _PARTITION_NAMES.fullmatch(partition)
+    ):
         return None
-    images = tuple(map(sys.intern, dict.fromkeys([*_of_line(line, directory), *_seen(comment)])))
-    return _Row(matched[1], matched[2] or "", sys.intern(partition), at, hosts, images)
+    images = tuple(
+        map(
+            sys.intern,
+            dict.fromkeys([*_find_line_images(line, directory), *_find_comment_images(comment)]),
+        )
+    )
+    return _AccountingRow(
+        job_match[1], job_match[2] or "", sys.intern(partition), start_time, hosts, images
+    )
 
 
-def _of_line(line: str, directory: str) -> list[str]:
+def _find_line_images(line: str, directory: str) -> list[str]:
     """The image that a command line names."""
-    matched = _IMAGE.search(line)
+    matched = _IMAGE_OPTION.search(line)
     if not matched:
         return []
     image = matched[1]
@@ -172,14 +197,19 @@ def _of_line(line: str, directory: str) -> list[str]:
     return [posixpath.normpath(image) if image.startswith("/") else image]
 
 
-def _seen(comment: str) -> list[str]:
+def _find_comment_images(comment: str) -> list[str]:
     """The images that a site's job_submit.lua has noted."""
-    word = next((one for one in comment.split() if one.startswith(SEEN)), SEEN)
-    paths = [unquote(one, errors="surrogateescape") for one in word[len(SEEN) :].split(",")]
+    images_word = next(
+        (one for one in comment.split() if one.startswith(SEEN_IMAGES_WORD)), SEEN_IMAGES_WORD
+    )
+    paths = [
+        unquote(one, errors="surrogateescape")
+        for one in images_word[len(SEEN_IMAGES_WORD) :].split(",")
+    ]
     return [posixpath.normpath(path) for path in paths if path.startswith("/")]
 
 
-def _seconds(text: str) -> float | None:
+def _parse_time(text: str) -> float | None:
     """A time as SLURM_TIME_FORMAT=%s prints it, or as sacct does by itself; None for neither."""
     if re.fullmatch(r"[0-9]{1,11}", text):
         return float(text) or None
@@ -190,44 +220,44 @@ def _seconds(text: str) -> float | None:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def expand(text: str) -> tuple[str, ...]:
+def expand_hosts(text: str) -> tuple[str, ...]:
     """The hosts of a list as `n[1-4,07],login`; none if it is no such list or names too many."""
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
-        pieces = _GROUP.split(part)  # a text, what is in brackets, a text, …
-        choices = [_numbers(p) if odd % 2 else [p] for odd, p in enumerate(pieces)]
-        if functools.reduce(lambda many, one: many * len(one), choices, 1) > MAX_NODES:
+        pieces = _HOST_RANGES.split(part)  # a text, what is in brackets, a text, …
+        choices = [_expand_numbers(p) if odd % 2 else [p] for odd, p in enumerate(pieces)]
+        if functools.reduce(lambda many, one: many * len(one), choices, 1) > MAX_ROW_NODES:
             return ()
         hosts += ["".join(one) for one in itertools.product(*choices)]
-        if len(hosts) > MAX_NODES:
+        if len(hosts) > MAX_ROW_NODES:
             return ()
     # One match for all of them: that is most of what a row of many nodes costs.
-    if not (_HOSTS.fullmatch("".join(hosts)) and all(0 < len(host) <= 200 for host in hosts)):
+    if not (_HOST_NAMES.fullmatch("".join(hosts)) and all(0 < len(host) <= 200 for host in hosts)):
         return ()
     return tuple(map(sys.intern, dict.fromkeys(hosts)))
 
 
-def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+def _expand_numbers(text: str) -> list[str]:
+    numbers: list[str] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not (first.isdigit() and (last.isdigit() or not dash) and len(part) < 20):
             return []
         end = int(last or first)
-        if end - int(first) > MAX_NODES:
+        if end - int(first) > MAX_ROW_NODES:
             return []
-        found += [str(number).rjust(len(first), "0") for number in range(int(first), end + 1)]
-    return found
+        numbers += [str(number).rjust(len(first), "0") for number in range(int(first), end + 1)]
+    return numbers
 
 
-def names_an_image(script: str) -> bool:
+def has_unrecorded_image(script: str) -> bool:
     """Whether a batch script names one where no row shows it."""
     lines = (line.strip() for line in script.splitlines())
     return any(
-        "--container-image" in line if line.startswith("#SBATCH") else _exports(line)
+        "--container-image" in line if line.startswith("#SBATCH") else _exports_image(line)
         for line in lines
     )
 
 
-def _exports(line: str) -> bool:
+def _exports_image(line: str) -> bool:
     return "PYXIS_CONTAINER_IMAGE=" in line and not line.startswith("#")

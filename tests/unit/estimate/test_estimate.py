@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from forestage_estimate import accounting, figures, page, replay, text
-from forestage_estimate.accounting import MAX_IMAGES, SEPARATOR, Accounting, Start
-from forestage_estimate.replay import Cache, File
+from forestage_estimate import accounting, cache_replay, html_report, savings, text_report
+from forestage_estimate.accounting import FIELD_SEPARATOR, MAX_JOB_IMAGES, ImageStart, JobRecords
+from forestage_estimate.cache_replay import ImageFile, LruCache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,13 +28,13 @@ def row(
     directory: str = "/home/alice",
 ) -> bytes:
     fields = (job, partition, at, nodes, comment, directory, line)
-    return SEPARATOR.join(fields).encode("utf-8", "surrogateescape") + b"\n"
+    return FIELD_SEPARATOR.join(fields).encode("utf-8", "surrogateescape") + b"\n"
 
 
-def images(found: Accounting) -> set[tuple[str, str, str]]:
+def images(found: JobRecords) -> set[tuple[str, str, str]]:
     """(job, node, image) of each start."""
     jobs = found.jobs.values()
-    starts = [(job.number, start) for job in jobs for start in job.starts]
+    starts = [(job.job_id, start) for job in jobs for start in job.starts]
     found = [(job, node, start.image) for job, start in starts for node in start.nodes]
     assert len(set(found)) == len(found)
     return set(found)
@@ -49,7 +49,7 @@ LINES = {
     "srun --container-image=nvcr.io#nvidia/pytorch:24.01 true": "nvcr.io#nvidia/pytorch:24.01",
     "sbatch --wrap=srun --container-image=/a.sqsh true": "/a.sqsh",
     "srun --container-image=/a --container-image=/b": "/a",
-    "srun x" + SEPARATOR + "--container-image=/a": None,
+    "srun x" + FIELD_SEPARATOR + "--container-image=/a": None,
     "srun --container-images=/a": None,
     "srun --container-image=": None,
     "sbatch job.sh": None,
@@ -60,12 +60,14 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_estimate_reads_the_image_from_a_steps_command_line(line: str) -> None:
     image = LINES[line]
-    assert images(accounting.read([row("7", line)])) == ({("7", "n1", image)} if image else set())
+    assert images(accounting.read_job_records([row("7", line)])) == (
+        {("7", "n1", image)} if image else set()
+    )
 
 
 def test_estimate_counts_images_of_job_steps_and_submission_comment_once_each() -> None:
     noted = "ticket stage-seen=/a,/b%20c,d"
-    found = accounting.read(
+    found = accounting.read_job_records(
         [
             row("7", "sbatch --container-image=/a job.sh", nodes="n[1-2]", comment=noted),
             row("7.batch"),
@@ -78,7 +80,7 @@ def test_estimate_counts_images_of_job_steps_and_submission_comment_once_each() 
     nodes = [("7", node, image) for node in ("n1", "n2") for image in ("/a", "/b c")]
     assert images(found) == {*nodes, ("7", "n2", "/d")}
     assert found.jobs["7"].is_batch
-    assert {start.at for start in found.jobs["7"].starts} == {AT, AT + 5}
+    assert {start.start_time for start in found.jobs["7"].starts} == {AT, AT + 5}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_estimate_counts_images_of_job_steps_and_submission_comment_once_each() 
         b"\n",
         b"true; rm -rf /\n",
         b"x7" + row("7", "srun --container-image=/a"),
-        SEPARATOR.encode() * 3 + b"\n",
+        FIELD_SEPARATOR.encode() * 3 + b"\n",
         row("7;8"),
         row("7.0.0"),
         row("9" * 30),
@@ -98,31 +100,35 @@ def test_estimate_counts_images_of_job_steps_and_submission_comment_once_each() 
     ],
 )
 def test_malformed_sacct_line_is_counted_as_dropped(hostile: bytes) -> None:
-    found = accounting.read([hostile, row("1", "srun --container-image=/a")])
-    assert (list(found.jobs), found.dropped) == (["1"], 1)
+    found = accounting.read_job_records([hostile, row("1", "srun --container-image=/a")])
+    assert (list(found.jobs), found.dropped_lines) == (["1"], 1)
 
 
 @pytest.mark.parametrize("at", ["Unknown", "None", "", "0", "-1", "1e9", "9999-99-99T00:00:00"])
 def test_estimate_leaves_out_a_job_that_has_not_started(at: str) -> None:
-    found = accounting.read([row("7", "srun --container-image=/a", at=at)])
-    assert (found.jobs, found.dropped) == ({}, 0)
+    found = accounting.read_job_records([row("7", "srun --container-image=/a", at=at)])
+    assert (found.jobs, found.dropped_lines) == ({}, 0)
 
 
 def test_start_time_is_read_in_the_default_format_of_sacct() -> None:
-    (job,) = accounting.read([row("7", at="2026-11-24T12:00:00")]).jobs.values()
-    assert replay._month(int(job.at // replay.QUARTER)) == "2026-11"
+    (job,) = accounting.read_job_records([row("7", at="2026-11-24T12:00:00")]).jobs.values()
+    assert (
+        cache_replay._format_month(int(job.start_time // cache_replay.QUARTER_HOUR_S)) == "2026-11"
+    )
 
 
 def test_rest_of_a_sacct_command_line_after_a_newline_is_dropped() -> None:
     broken = row("7", "srun --container-image=/a sh -c 'true\ntrue --container-image=/b'")
-    found = accounting.read(broken.splitlines(keepends=True))
+    found = accounting.read_job_records(broken.splitlines(keepends=True))
     assert images(found) == {("7", "n1", "/a")}
-    assert found.dropped == 1
+    assert found.dropped_lines == 1
 
 
 def test_second_sacct_row_of_the_same_job_is_dropped() -> None:
-    found = accounting.read([row("7", "srun true"), row("7", "srun --container-image=/a")])
-    assert (images(found), found.dropped) == (set(), 1)
+    found = accounting.read_job_records(
+        [row("7", "srun true"), row("7", "srun --container-image=/a")]
+    )
+    assert (images(found), found.dropped_lines) == (set(), 1)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +149,12 @@ def test_second_sacct_row_of_the_same_job_is_dropped() -> None:
     ],
 )
 def test_estimate_expands_a_node_list_up_to_a_bound(written: str, hosts: tuple[str, ...]) -> None:
-    assert accounting.expand(written) == hosts
+    assert accounting.expand_hosts(written) == hosts
 
 
 def test_estimate_counts_a_bounded_number_of_images_per_job() -> None:
     steps = [row(f"7.{number}", f"srun --container-image=/{number}") for number in range(999)]
-    assert len(images(accounting.read([row("7"), *steps]))) == MAX_IMAGES
+    assert len(images(accounting.read_job_records([row("7"), *steps]))) == MAX_JOB_IMAGES
 
 
 NAMES = st.sampled_from(["n1", "n[1-3]", "n[2-4]", "n4", "n[1-4]"])
@@ -165,14 +171,16 @@ def test_image_starts_on_a_node_at_the_time_of_its_first_row(
     expected: dict[tuple[str, str, str], float] = {}
     for at, (job, nodes, image) in enumerate(steps, AT):
         rows.append(row(f"{job}.0", f"srun --container-image={image}", nodes=nodes, at=str(at)))
-        for node in accounting.expand(nodes):
-            if node in accounting.expand(jobs[int(job) - 1]):
+        for node in accounting.expand_hosts(nodes):
+            if node in accounting.expand_hosts(jobs[int(job) - 1]):
                 expected.setdefault((job, node, image), at)
-    found = accounting.read(rows)
+    found = accounting.read_job_records(rows)
     assert images(found) == expected.keys()
     for number, counted in found.jobs.items():
         for start in counted.starts:
-            assert {expected[number, node, start.image] for node in start.nodes} == {start.at}
+            assert {expected[number, node, start.image] for node in start.nodes} == {
+                start.start_time
+            }
 
 
 @pytest.mark.parametrize("count", [10, 1000])
@@ -185,17 +193,17 @@ def test_image_of_a_job_is_one_start_and_its_node_list_is_not_searched(count: in
         def __contains__(self, node: object) -> bool:
             raise AssertionError("searched")
 
-    names = accounting.expand(f"n[1-{count}]")
-    job = accounting.Job("7", AT, "gpu", Nodes(names), is_batch=False, starts=[])
-    uses = accounting._JobUses(job)
+    names = accounting.expand_hosts(f"n[1-{count}]")
+    job = accounting.AccountedJob("7", AT, "gpu", Nodes(names), is_batch=False, starts=[])
+    uses = accounting._JobImageUses(job)
     for nodes in (names, names[1:]):
-        uses.add(accounting._Row("7", "0", "gpu", AT, Nodes(nodes), ("/a",)))
+        uses.add_images(accounting._AccountingRow("7", "0", "gpu", AT, Nodes(nodes), ("/a",)))
     assert [len(start.nodes) for start in job.starts] == [count]
 
 
 @given(st.lists(st.binary(max_size=80)))
 def test_estimate_reads_any_bytes_without_an_error(lines: list[bytes]) -> None:
-    accounting.read(lines)
+    accounting.read_job_records(lines)
 
 
 @pytest.mark.parametrize(
@@ -208,12 +216,12 @@ def test_estimate_reads_any_bytes_without_an_error(lines: list[bytes]) -> None:
     ],
 )
 def test_batch_script_that_names_an_image_is_recognised(script: str, named: bool) -> None:
-    assert accounting.names_an_image(script) == named
+    assert accounting.has_unrecorded_image(script) == named
 
 
 def test_simulated_cache_evicts_the_least_recently_used_image() -> None:
-    cache = Cache(10, {})
-    hits = [cache.ask((name, True), 4) for name in ("/a", "/b", "/a", "/c", "/a", "/b")]
+    cache = LruCache(10, {})
+    hits = [cache.request((name, True), 4) for name in ("/a", "/b", "/a", "/c", "/a", "/b")]
     assert hits == [False, False, True, False, True, False]
 
 
@@ -225,11 +233,11 @@ def test_simulating_several_cache_sizes_together_gives_the_hits_of_each_alone(
     asked: list[tuple[str, bool]], bytes_: list[int], sizes: set[int]
 ) -> None:
     size_of = dict(zip("abcdef", bytes_, strict=True))
-    alone = [Cache(size, {}) for size in sorted(sizes)]
-    together = replay.NodeCaches(sorted(sizes))
+    alone = [LruCache(size, {}) for size in sorted(sizes)]
+    together = cache_replay.NodeCaches(sorted(sizes))
     for key in asked:
-        hits = [cache.ask(key, size_of[key[0]]) for cache in alone]
-        found = together.ask(key, size_of[key[0]])
+        hits = [cache.request(key, size_of[key[0]]) for cache in alone]
+        found = together.request(key, size_of[key[0]])
         assert [bool(found >> number & 1) for number in range(len(sizes))] == hits
 
 
@@ -237,39 +245,46 @@ def test_simulating_several_cache_sizes_together_gives_the_hits_of_each_alone(
 def test_simulated_caches_that_evict_nothing_share_their_state(
     sizes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caches = replay.NodeCaches(range(100, 100 + sizes))
-    monkeypatch.delattr(Cache, "ask")
-    found = [caches.ask((name, True), 40) for name in ("/a", "/b", "/a", "/a")]
+    caches = cache_replay.NodeCaches(range(100, 100 + sizes))
+    monkeypatch.delattr(LruCache, "request")
+    found = [caches.request((name, True), 40) for name in ("/a", "/b", "/a", "/a")]
     assert found == [0, 0, (1 << sizes) - 1, (1 << sizes) - 1]
 
 
 def test_image_larger_than_the_simulated_cache_is_never_a_hit_and_evicts_none() -> None:
-    cache = Cache(10, {})
+    cache = LruCache(10, {})
     asked = [("/a", 4), ("/big", 11), ("/big", 11), ("/a", 4)]
-    assert [cache.ask((name, True), size) for name, size in asked] == [False, False, False, True]
+    assert [cache.request((name, True), size) for name, size in asked] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_new_version_of_an_image_is_a_miss_and_replaces_the_old_version() -> None:
-    starts = [Start(at, "gpu", ("n1",), "/a") for at in (10, 20, 30, 40)]
-    (by_group,) = replay.replay(starts, {"/a": File(6, 25)}, [10])
+    starts = [ImageStart(at, "gpu", ("n1",), "/a") for at in (10, 20, 30, 40)]
+    (by_group,) = cache_replay.replay_starts(starts, {"/a": ImageFile(6, 25)}, [10])
     (sums,) = by_group.values()
-    assert (sums.starts, sums.hits, sums.saved, sums.read) == (4, 2, 12, 12)
+    assert (sums.starts, sums.hits, sums.saved_bytes, sums.read_bytes) == (4, 2, 12, 12)
 
 
 def test_replay_has_a_cache_per_node_and_a_sum_per_partition() -> None:
     where = [("x", "n1"), ("y", "n1"), ("x", "n2")]
-    starts = [Start(AT + n, partition, (node,), "/a") for n, (partition, node) in enumerate(where)]
-    (sums,) = replay.replay(starts, {"/a": File(6, 0)}, [10])
+    starts = [
+        ImageStart(AT + n, partition, (node,), "/a") for n, (partition, node) in enumerate(where)
+    ]
+    (sums,) = cache_replay.replay_starts(starts, {"/a": ImageFile(6, 0)}, [10])
     assert [(name.split()[1], one.starts, one.hits) for name, one in sums.items()] == [
         ("x", 2, 0),
         ("y", 1, 1),
     ]
 
 
-def book() -> Accounting:
+def book() -> JobRecords:
     """Six starts with a path, of which the fourth and the last two are repeats; two of unknown."""
     option = "srun --container-image="
-    return accounting.read(
+    return accounting.read_job_records(
         [
             row("1", option + "/a", nodes="n[1-2]"),
             row("2", option + "/b"),
@@ -285,16 +300,16 @@ def book() -> Accounting:
     )
 
 
-FILES = {"/a": File(MIB, 0), "/b": File(2 * MIB, 0)}
+FILES = {"/a": ImageFile(MIB, 0), "/b": ImageFile(2 * MIB, 0)}
 
 
 def test_estimate_reports_how_many_starts_and_sizes_are_known() -> None:
-    found = figures.estimate(book(), [FILES], figures.GIB, cold=3600)
+    found = savings.estimate_savings(book(), [FILES], savings.GIB, cold_seconds_per_gib=3600)
     assert (found.known, found.sized, found.registry, found.unknown) == (6, 5, 1, 2)
     assert (found.images, found.images_sized) == (3, 2)
-    assert found.chosen.hits == figures.Range(2, 2)
+    assert found.chosen.hits == savings.ValueRange(2, 2)
     assert (found.chosen.saved.low, found.chosen.read.low) == (3 * MIB, 4 * MIB)
-    assert found.node_hours == figures.Range(3 / 1024, 3 / 1024)
+    assert found.node_hours == savings.ValueRange(3 / 1024, 3 / 1024)
     assert [(one.partition, one.starts, one.hits.low) for one in found.groups] == [
         ("cpu", 1, 1),
         ("gpu", 4, 1),
@@ -303,42 +318,45 @@ def test_estimate_reports_how_many_starts_and_sizes_are_known() -> None:
 
 
 def test_unseen_share_of_the_estimate_comes_from_a_sample() -> None:
-    sample = figures.Sample(scripts=2, nodes=2, with_image=1)
-    found = figures.estimate(book(), [FILES], figures.GIB, sample)
+    sample = savings.ScriptSample(scripts=2, nodes=2, with_image=1)
+    found = savings.estimate_savings(book(), [FILES], savings.GIB, sample)
     assert found.unseen == pytest.approx(1 / 8)  # one of two, beside seven that are seen
 
 
 def test_unseen_share_is_zero_without_unknown_starts() -> None:
-    found = accounting.read([row("1", "srun --container-image=/a")])
-    assert figures.estimate(found, [FILES], figures.GIB).unseen == 0
+    found = accounting.read_job_records([row("1", "srun --container-image=/a")])
+    assert savings.estimate_savings(found, [FILES], savings.GIB).unseen == 0
 
 
 def test_unknown_image_size_makes_the_estimate_a_range(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
     here, gone = str(tmp_path / "a"), str(tmp_path / "gone")
-    looks = figures.look([here, gone, "/nul\0"], (5, 50))
-    assert [(look[here].size, look[gone].size) for look in looks] == [(100, 5), (100, 50)]
-    (look,) = figures.look([here, gone])
+    looks = savings.read_image_files([here, gone, "/nul\0"], (5, 50))
+    assert [(look[here].size_bytes, look[gone].size_bytes) for look in looks] == [
+        (100, 5),
+        (100, 50),
+    ]
+    (look,) = savings.read_image_files([here, gone])
     assert set(look) == {here}
     starts = [row(str(n), f"srun --container-image={gone}") for n in range(3)]
-    found = figures.estimate(accounting.read(starts), looks, 60)
-    assert (found.chosen.saved, found.sized) == (figures.Range(10, 100), 3)
+    found = savings.estimate_savings(accounting.read_job_records(starts), looks, 60)
+    assert (found.chosen.saved, found.sized) == (savings.ValueRange(10, 100), 3)
 
 
 def test_estimates_text_and_page_state_the_shares_they_rest_on() -> None:
-    found = figures.estimate(book(), [FILES], figures.GIB)
-    said = text.text(found)
+    found = savings.estimate_savings(book(), [FILES], savings.GIB)
+    said = text_report.format_text(found)
     assert "6 (67%) name a path, of 3 images" in said
     assert "The size is known of 2 images. What follows is about 5 (83%)" in said
     assert "at most 22% are not seen" in said
     assert "node hours" not in said
-    html = page.page(found)
+    html = html_report.format_page(found)
     assert html.count("<svg") == 4
-    assert text.found(found).splitlines()[0] in html
+    assert text_report.format_savings(found).splitlines()[0] in html
     assert "<script" not in html
     json.dumps(asdict(found))
 
 
 @pytest.mark.parametrize("partition", ["<b>", "a\x1b[2J", "a b"])
 def test_row_with_an_invalid_partition_name_is_dropped(partition: str) -> None:
-    assert accounting.read([row("1", partition=partition)]).jobs == {}
+    assert accounting.read_job_records([row("1", partition=partition)]).jobs == {}
