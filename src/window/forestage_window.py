@@ -55,69 +55,71 @@ __version__ = "0.1.0"
 __all__ = ["Stats", "Window", "window"]
 
 PROTOCOL = 1  # in the directory's name: two versions in two containers have two copiers
-PATIENCE = 20.0  # seconds for an answer, or a sign of life; and for a copier to start
-BEAT = 2.0  # seconds between the copier's signs of life
-BACK_OFF = 60.0  # seconds without the copier after it failed; doubled each time
-LINGER = 60.0  # seconds that a copier without consumers keeps its files, for the next epoch
-COPIES = 4  # at once; one that a consumer waits for comes on top
-BLOCK = 4096  # bytes; what a file takes is rounded up to these
-CHUNK = 16 << 20  # bytes
-HELD = -1  # the distance of a file that a consumer was given and may open
+ANSWER_TIMEOUT_S = 20.0  # seconds for an answer, or a sign of life; and for a copier to start
+HEARTBEAT_S = 2.0  # seconds between the copier's signs of life
+BACK_OFF_S = 60.0  # seconds without the copier after it failed; doubled each time
+LINGER_S = 60.0  # seconds that a copier without consumers keeps its files, for the next epoch
+MAX_COPIES = 4  # at once; one that a consumer waits for comes on top
+BLOCK_BYTES = 4096  # bytes; what a file takes is rounded up to these
+CHUNK_BYTES = 16 << 20  # bytes
+IN_USE = -1  # the distance of a file that a consumer was given and may open
 
 LOG = logging.getLogger(__name__)  # where nobody sets it up, to stderr
 
-Json = Dict[str, Any]
-Fetch = Callable[[str, str], object]
+JsonObject = Dict[str, Any]
+FetchFunction = Callable[[str, str], object]
 
 
-class Trouble(Exception):
+class CopyUnavailable(Exception):
     """Why a path is read where it is. It never reaches the user's code."""
 
 
-TROUBLES = (Trouble, OSError, subprocess.SubprocessError, ValueError, KeyError)
+COPY_ERRORS = (CopyUnavailable, OSError, subprocess.SubprocessError, ValueError, KeyError)
 
 
-def bytes_of(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
     """Reads 4096, "400GiB" or "1.5T"; units are of 1024. Raises ValueError."""
-    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?([KMGTP]?)(?:I?B)?", str(size).upper())
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?([KMGTP]?)(?:I?B)?", str(size).upper())
+    if not match:
         raise ValueError(f"a size such as 400GiB was expected, not {size!r}")
-    return int(float(found[1]) * 1024 ** " KMGTP".index(found[2] or " "))
+    return int(float(match[1]) * 1024 ** " KMGTP".index(match[2] or " "))
 
 
-def rounded(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
+def round_up_to_blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def identity(found: os.stat_result) -> list[int]:
+def identity_from_stat(found: os.stat_result) -> list[int]:
     """What changes with a file's bytes. No inode: object stores mounted by FUSE make them up."""
     return [found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def in_ram(path: str) -> bool:
+def is_tmpfs_mount(path: str) -> bool:
     """Whether a tmpfs is mounted at this very path."""
     with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}  # the last one shows
-    return kinds.get(os.path.abspath(path)) == "tmpfs"
+        types = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}  # the last one shows
+    return types.get(os.path.abspath(path)) == "tmpfs"
 
 
-def directory_of(directory: str | None, name: str, environ: Mapping[str, str]) -> str:
+def find_window_directory(directory: str | None, name: str, environ: Mapping[str, str]) -> str:
     """The directory of a window. Raises Trouble where none belongs to the job."""
     job = re.sub(r"[^0-9A-Za-z_-]", "", environ.get("SLURM_JOB_ID", ""))
     if directory is None:
         directory = environ.get("FORESTAGE_DIR") or (environ.get("TMPDIR") if job else None)
     if not directory:
-        raise Trouble("the job has no directory of its own ($FORESTAGE_DIR; or give directory=)")
-    whose = f"job-{job}" if job else f"user-{os.geteuid()}"
+        raise CopyUnavailable(
+            "the job has no directory of its own ($FORESTAGE_DIR; or give directory=)"
+        )
+    owner = f"job-{job}" if job else f"user-{os.geteuid()}"
     digest = hashlib.sha256(f"{PROTOCOL} {name}".encode("utf-8", "surrogateescape")).hexdigest()
-    return os.path.join(os.path.abspath(directory), f"forestage-window-{whose}", digest[:12])
+    return os.path.join(os.path.abspath(directory), f"forestage-window-{owner}", digest[:12])
 
 
-def warning_of(where: str, directory: str | None, environ: Mapping[str, str]) -> str:
+def format_memory_warning(where: str, directory: str | None, environ: Mapping[str, str]) -> str:
     """The line for a user who asked for memory and whose job has no directory there, or ""."""
-    own = environ.get("FORESTAGE_DIR")
+    job_directory = environ.get("FORESTAGE_DIR")
     # No name in /dev/shm: what a killed job leaves there stays, in memory that no job accounts for.
-    if where != "ram" or directory is not None or (own and in_ram(own)):
+    if where != "ram" or directory is not None or (job_directory and is_tmpfs_mount(job_directory)):
         return ""
     return (
         "forestage-window: the job has no directory in memory, so the copies are on the disk"
@@ -172,7 +174,7 @@ class Window:
         name: str = "window",
         where: str = "disk",
         directory: str | os.PathLike[str] | None = None,
-        fetch: Fetch | None = None,
+        fetch: FetchFunction | None = None,
         size: int | str | None = None,
         wrap: bool = True,
     ) -> None:
@@ -186,37 +188,37 @@ class Window:
         self.stats = Stats()
         self._where, self._name = where, name
         self._directory = None if directory is None else os.fsdecode(directory)
-        self._hello: Json = {
-            "room": bytes_of(room),
+        self._settings: JsonObject = {
+            "room": parse_size(room),
             "ahead": ahead,
             "keep": keep,
             "wrap": wrap,
-            "fetch": None if fetch is None else _portable(fetch),
-            "size": None if size is None else bytes_of(size),
+            "fetch": None if fetch is None else _serialize_fetch(fetch),
+            "size": None if size is None else parse_size(size),
         }
-        self._link: _Link | None = None
-        self.open()
+        self._connection: _CopierConnection | None = None
+        self.keep_copier()
 
-    def open(self) -> None:
+    def keep_copier(self) -> None:
         """Keeps the copier while this object lives, even if only other processes iterate."""
         try:
-            self._link = self.link(())
-        except TROUBLES as error:
+            self._connection = self.connect(())
+        except COPY_ERRORS as error:
             self.stats.trouble = str(error)
         _windows.add(self)
 
-    def link(self, paths: Iterable[str]) -> _Link:
-        place = directory_of(self._directory, self._name, os.environ)
-        warning = warning_of(self._where, self._directory, os.environ)
-        sources = [_source(path, self._hello["fetch"]) for path in paths]
-        tries = 20
+    def connect(self, paths: Iterable[str]) -> _CopierConnection:
+        directory = find_window_directory(self._directory, self._name, os.environ)
+        warning = format_memory_warning(self._where, self._directory, os.environ)
+        sources = [_normalize_source(path, self._settings["fetch"]) for path in paths]
+        tries_left = 20
         while True:
             try:
-                return _Link(place, self._hello, sources, warning)
+                return _CopierConnection(directory, self._settings, sources, warning)
             except ConnectionError:
                 # A copier that ends, or was killed, can be connected to until all of it is gone.
-                tries -= 1
-                if not tries:
+                tries_left -= 1
+                if not tries_left:
                     raise
                 time.sleep(0.05)
 
@@ -224,12 +226,12 @@ class Window:
         return len(self.paths)
 
     def __iter__(self) -> Iterator[str]:
-        walk = _Walk(self)
+        iteration = _WindowIteration(self)
         try:
-            for at, path in enumerate(self.paths):
-                yield walk.step(at, path)
+            for index, path in enumerate(self.paths):
+                yield iteration.find_readable_path(index, path)
         finally:
-            walk.close()
+            iteration.close()
 
     def local(self) -> dict[str, str]:
         """Returns the local copy of each of the paths that has one now.
@@ -238,28 +240,28 @@ class Window:
         last `keep` paths that an iteration has yielded. Empty at any trouble.
         """
         try:
-            with contextlib.closing(self.link(())) as link:
-                there = link.ask({"list": True})["local"]
-        except TROUBLES as error:
+            with contextlib.closing(self.connect(())) as connection:
+                local_copies = connection.send_request({"list": True})["local"]
+        except COPY_ERRORS as error:
             self.stats.trouble = str(error)
             return {}
-        sources = ((path, _source(path, self._hello["fetch"])) for path in self.paths)
-        return {path: there[source] for path, source in sources if source in there}
+        sources = ((path, _normalize_source(path, self._settings["fetch"])) for path in self.paths)
+        return {path: local_copies[source] for path, source in sources if source in local_copies}
 
     def close(self) -> None:
         """Ends the copier, and deletes its files, if nobody else is its consumer."""
-        if self._link is None or self._link.closed:  # by a fork
+        if self._connection is None or self._connection.is_closed:  # by a fork
             return
         for _ in range(2):  # if it was killed, another one deletes what it left
             try:
-                self._link.ask({"bye": True})
+                self._connection.send_request({"bye": True})
                 break
-            except TROUBLES:
-                self._link.close()
-                with contextlib.suppress(*TROUBLES):
-                    self._link = self.link(())
-        self._link.close()
-        self._link = None
+            except COPY_ERRORS:
+                self._connection.close()
+                with contextlib.suppress(*COPY_ERRORS):
+                    self._connection = self.connect(())
+        self._connection.close()
+        self._connection = None
 
     def __enter__(self) -> Window:
         return self
@@ -267,22 +269,22 @@ class Window:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> Json:
-        return {**self.__dict__, "stats": Stats(), "_link": None}
+    def __getstate__(self) -> JsonObject:
+        return {**self.__dict__, "stats": Stats(), "_connection": None}
 
-    def __setstate__(self, state: Json) -> None:
+    def __setstate__(self, state: JsonObject) -> None:
         self.__dict__.update(state)
-        self.open()
+        self.keep_copier()
 
 
 window = Window
 
 
-def _source(path: str, fetch: object) -> str:
+def _normalize_source(path: str, fetch: object) -> str:
     return path if fetch and "://" in path else os.path.abspath(path)
 
 
-def _portable(fetch: Fetch) -> Json:
+def _serialize_fetch(fetch: FetchFunction) -> JsonObject:
     """What another process needs to call it. Raises ValueError if that is impossible."""
     try:
         pickled = pickle.dumps(fetch, protocol=4)
@@ -294,25 +296,26 @@ def _portable(fetch: Fetch) -> Json:
     return {"pickle": encoded, "path": sys.path, "cwd": os.getcwd()}
 
 
-class _Walk:
+class _WindowIteration:
     """One iteration: asks for each path, and begins anew with another copier if one is lost."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
-        self.link: _Link | None = None
-        self.lost: list[_Link] = []  # their folders are held until what they gave is done with
-        self.release_at = 0
-        self.not_before = 0.0
-        self.back_off = BACK_OFF
+        self.connection: _CopierConnection | None = None
+        # Their folders are held until what they gave is done with.
+        self.lost_connections: list[_CopierConnection] = []
+        self.release_index = 0
+        self.retry_time = 0.0
+        self.back_off_s = BACK_OFF_S
 
-    def step(self, at: int, path: str) -> str:
-        """Returns where to read `path` from, number `at`."""
-        if at >= self.release_at:
-            self._release()
+    def find_readable_path(self, index: int, path: str) -> str:
+        """Returns where to read `path` from, number `index`."""
+        if index >= self.release_index:
+            self._close_lost_connections()
         stats, start = self.window.stats, time.monotonic()
         try:
-            reply = self._answer(at, self._seen(path))
-        except TROUBLES as error:
+            reply = self._ask_copier(index, self._read_identity(path))
+        except COPY_ERRORS as error:
             reply = {"why": str(error)}
         if reply.get("waited"):
             stats.stalls += 1
@@ -326,131 +329,133 @@ class _Walk:
         stats.local += 1
         return local
 
-    def _seen(self, path: str) -> list[int] | None:
+    def _read_identity(self, path: str) -> list[int] | None:
         """What this process sees at the path: its mounts may not be those of the copier."""
         try:
-            return identity(os.stat(path))
+            return identity_from_stat(os.stat(path))
         except OSError:
-            if self.window._hello["fetch"]:
+            if self.window._settings["fetch"]:
                 return None
             raise
 
-    def _answer(self, at: int, seen: list[int] | None) -> Json:
-        if self.link is not None and self.link.closed:  # by a fork
-            self._lose(at)
-        for last in (False, True):
+    def _ask_copier(self, index: int, identity: list[int] | None) -> JsonObject:
+        if self.connection is not None and self.connection.is_closed:  # by a fork
+            self._drop_connection(index)
+        for is_last_try in (False, True):
             try:
-                if self.link is None:
+                if self.connection is None:
                     self._connect()
-                assert self.link  # for mypy
-                reply = self.link.ask({"at": at, "seen": seen})
+                assert self.connection  # for mypy
+                reply = self.connection.send_request({"at": index, "seen": identity})
                 if "path" in reply and os.stat(reply["path"]).st_size != reply["size"]:
-                    raise Trouble("the local copy is not whole")
+                    raise CopyUnavailable("the local copy is not whole")
                 return reply
-            except (Refused, socket.timeout):
-                self._lose(at, wait=True)
+            except (CopierUnavailable, socket.timeout):
+                self._drop_connection(index, back_off=True)
                 raise
-            except TROUBLES:
+            except COPY_ERRORS:
                 # A copier that has just ended, or was killed: the next one is asked, once.
-                self._lose(at, wait=last)
-                if last:
+                self._drop_connection(index, back_off=is_last_try)
+                if is_last_try:
                     raise
         raise AssertionError
 
     def _connect(self) -> None:
-        if time.monotonic() < self.not_before:
-            raise Trouble(self.window.stats.trouble)
+        if time.monotonic() < self.retry_time:
+            raise CopyUnavailable(self.window.stats.trouble)
         try:
-            self.link = self.window.link(self.window.paths)
-        except TROUBLES as error:
-            raise Refused(str(error)) from error
-        if self.lost:  # with the copier that the window kept
-            self.window.open()
+            self.connection = self.window.connect(self.window.paths)
+        except COPY_ERRORS as error:
+            raise CopierUnavailable(str(error)) from error
+        if self.lost_connections:  # with the copier that the window kept
+            self.window.keep_copier()
 
-    def _lose(self, at: int, wait: bool = False) -> None:
-        if self.link is not None:
-            self.link.hang_up()
-            self.lost.append(self.link)
-            self.link = None
-            self.release_at = at - 1 + self.window._hello["keep"]
-        if wait and time.monotonic() >= self.not_before:
-            self.not_before = time.monotonic() + self.back_off
-            self.back_off *= 2
+    def _drop_connection(self, index: int, back_off: bool = False) -> None:
+        if self.connection is not None:
+            self.connection.disconnect()
+            self.lost_connections.append(self.connection)
+            self.connection = None
+            self.release_index = index - 1 + self.window._settings["keep"]
+        if back_off and time.monotonic() >= self.retry_time:
+            self.retry_time = time.monotonic() + self.back_off_s
+            self.back_off_s *= 2
 
-    def _release(self) -> None:
-        for link in self.lost:
-            link.close()
-        self.lost.clear()
+    def _close_lost_connections(self) -> None:
+        for connection in self.lost_connections:
+            connection.close()
+        self.lost_connections.clear()
 
     def close(self) -> None:
-        self._release()
-        if self.link is not None:
-            self.link.close()
+        self._close_lost_connections()
+        if self.connection is not None:
+            self.connection.close()
 
 
-class Refused(Trouble):
+class CopierUnavailable(CopyUnavailable):
     """No copier can be had now."""
 
 
-class _Link:
+class _CopierConnection:
     """One consumer's connection to its copier, which it starts where there is none."""
 
-    def __init__(self, place: str, hello: Json, sources: list[str], warning: str) -> None:
-        self.folder = -1
-        self.socket = _connected(place, warning)
+    def __init__(
+        self, directory: str, settings: JsonObject, sources: list[str], warning: str
+    ) -> None:
+        self.folder_fd = -1
+        self.socket = _connect_copier(directory, warning)
         self.lines = self.socket.makefile("rb")
-        _links.add(self)
-        self.socket.sendall(_line(hello) + _line(sources))
-        folder = self._reply()["folder"]
+        _connections.add(self)
+        self.socket.sendall(_encode_line(settings) + _encode_line(sources))
+        folder = self._read_reply()["folder"]
         if sources:
-            self.folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self.folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self.folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self.folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self.lines.closed
 
-    def ask(self, message: Json) -> Json:
-        self.socket.sendall(_line(message))
-        reply = self._reply()
+    def send_request(self, message: JsonObject) -> JsonObject:
+        self.socket.sendall(_encode_line(message))
+        reply = self._read_reply()
         while "beat" in reply:
-            reply = self._reply()
+            reply = self._read_reply()
         return reply
 
-    def _reply(self) -> Json:
+    def _read_reply(self) -> JsonObject:
         line = self.lines.readline()
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the copier has ended")
-        reply: Json = json.loads(line)
+        reply: JsonObject = json.loads(line)
         return reply
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.lines.close()
         self.socket.close()
 
     def close(self) -> None:
-        self.hang_up()
-        if self.folder >= 0:
-            os.close(self.folder)
-            self.folder = -1
+        self.disconnect()
+        if self.folder_fd >= 0:
+            os.close(self.folder_fd)
+            self.folder_fd = -1
 
     def __del__(self) -> None:
         if hasattr(self, "lines"):
             self.close()
 
 
-def _line(message: object) -> bytes:
+def _encode_line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-_links: weakref.WeakSet[_Link] = weakref.WeakSet()
+_connections: weakref.WeakSet[_CopierConnection] = weakref.WeakSet()
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
-def _close_links() -> None:
+def _close_connections() -> None:
     """In a forked child: its parent is the consumer, and must be seen to end."""
-    for link in list(_links):
-        link.close()
+    for connection in list(_connections):
+        connection.close()
 
 
 def _close_windows() -> None:
@@ -458,50 +463,50 @@ def _close_windows() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_close_links)
+os.register_at_fork(after_in_child=_close_connections)
 atexit.register(_close_windows)  # not in workers of multiprocessing: they end without it
 
 
-def _own(path: str) -> None:
+def _ensure_private_directory(path: str) -> None:
     """Makes the directory. Raises Trouble if what is there is not the user's alone."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not mine or found.st_mode & 0o077:
-        raise Trouble(f"{path} is not a directory of this user alone")
+    status = os.lstat(path)
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_private or status.st_mode & 0o077:
+        raise CopyUnavailable(f"{path} is not a directory of this user alone")
 
 
-def _connected(place: str, warning: str) -> socket.socket:
+def _connect_copier(directory: str, warning: str) -> socket.socket:
     """A connection to the window's copier. Raises Trouble or OSError.
 
     The process that starts the copier writes the warning: one line for all loaders of a node.
     """
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         with contextlib.ExitStack() as unless_connected:
             connection = unless_connected.enter_context(socket.socket(socket.AF_UNIX))
-            connection.settimeout(PATIENCE)
+            connection.settimeout(ANSWER_TIMEOUT_S)
             with contextlib.suppress(FileNotFoundError):  # it went with the last copier
-                _own(os.path.dirname(place))
-                _own(place)
-                with _short(place) as short:
+                _ensure_private_directory(os.path.dirname(directory))
+                _ensure_private_directory(directory)
+                with _open_short_path(directory) as short_path:
                     try:
-                        connection.connect(f"{short}/socket")
+                        connection.connect(f"{short_path}/socket")
                         unless_connected.pop_all()
                         return connection
                     except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                        if _start_copier(place, short) and warning:
+                        if _start_copier(directory, short_path) and warning:
                             LOG.warning(warning)
-        job = os.path.dirname(os.path.dirname(place))
-        if not os.path.isdir(job):  # it does not come back, so nobody waits for that
-            raise Trouble(f"{job} is gone")
-        if time.monotonic() > until:
-            raise Trouble("no copier answers")
+        job_directory = os.path.dirname(os.path.dirname(directory))
+        if not os.path.isdir(job_directory):  # it does not come back, so nobody waits for that
+            raise CopyUnavailable(f"{job_directory} is gone")
+        if time.monotonic() > deadline:
+            raise CopyUnavailable("no copier answers")
 
 
 @contextlib.contextmanager
-def _short(directory: str) -> Iterator[str]:
+def _open_short_path(directory: str) -> Iterator[str]:
     """A name for it that fits a socket's address (107 bytes)."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -510,140 +515,147 @@ def _short(directory: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _start_copier(place: str, short: str) -> bool:
+def _start_copier(directory: str, short_path: str) -> bool:
     """Starts one, which listens when this returns, unless somebody else does, or one is ending.
 
     Returns whether it was started here.
     """
-    lock = os.open(f"{short}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock_fd = os.open(f"{short_path}/lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.05)
             return False
-        if os.fstat(lock).st_nlink == 0:  # it went with the last copier
+        if os.fstat(lock_fd).st_nlink == 0:  # it went with the last copier
             return False
         # The lock goes over to it: nobody else can come between.
-        ran = subprocess.run(  # noqa: S603 - this very file
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), place, str(lock)],
-            pass_fds=[lock],
+        result = subprocess.run(  # noqa: S603 - this very file
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), directory, str(lock_fd)],
+            pass_fds=[lock_fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            timeout=PATIENCE,
+            timeout=ANSWER_TIMEOUT_S,
             check=False,
         )
-        if ran.returncode:
-            said = ran.stdout.decode(errors="replace").strip().splitlines()[-1:]
-            raise Trouble(f"no copier: {''.join(said)}")
+        if result.returncode:
+            output = result.stdout.decode(errors="replace").strip().splitlines()[-1:]
+            raise CopyUnavailable(f"no copier: {''.join(output)}")
         return True
     finally:
-        os.close(lock)
+        os.close(lock_fd)
 
 
 # The copier
 
 
-class _File:
+class _SourceFile:
     """A file that some consumer has in its list."""
 
     __slots__ = (
-        "failed",
+        "copy_bytes",
+        "copy_path",
+        "failure",
         "fetch",
         "identity",
-        "length",
-        "limit",
+        "is_stale",
+        "limit_bytes",
         "name",
-        "path",
-        "size",
+        "size_bytes",
         "source",
-        "stale",
     )
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.name = re.sub(r"[^\w.+=@-]", "_", source.rsplit("/", 1)[-1], flags=re.ASCII)[-200:]
-        self.path: str | None = None  # of the copy, once it is whole
-        self.length = 0  # bytes of the copy
-        self.size: int | None = None  # bytes that it takes, once known
+        self.copy_path: str | None = None  # of the copy, once it is whole
+        self.copy_bytes = 0  # bytes of the copy
+        self.size_bytes: int | None = None  # bytes that it takes, once known
         self.identity: list[int] | None = None
-        self.failed: str | None = None  # why; forgotten once a consumer was told
-        self.stale = False  # the source is another one now: the copy goes once nobody uses it
-        self.fetch: Json | None = None
-        self.limit: int | None = None  # bytes; for a source that stat does not know
+        self.failure: str | None = None  # why; forgotten once a consumer was told
+        self.is_stale = False  # the source is another one now: the copy goes once nobody uses it
+        self.fetch: JsonObject | None = None
+        self.limit_bytes: int | None = None  # bytes; for a source that stat does not know
 
 
-class _Order:
+class _FileList:
     """A list of files; consumers with the same list have the same one."""
 
-    def __init__(self, files: list[_File]) -> None:
+    def __init__(self, files: list[_SourceFile]) -> None:
         self.files = files
-        self.index = {file: at for at, file in reversed(list(enumerate(files)))}
+        self.index_by_file = {file: index for index, file in reversed(list(enumerate(files)))}
 
 
-class _Position(NamedTuple):
+class _ConsumerPosition(NamedTuple):
     """Where a consumer is in its order; -1 before it has asked for anything."""
 
-    order: _Order
-    at: int
-    waits: bool  # for the file at `at`
+    file_list: _FileList
+    index: int
+    is_waiting: bool  # for the file at `index`
     ahead: int
     keep: int
     wrap: bool
 
 
-def near(positions: Iterable[_Position]) -> dict[_File, int]:
+def list_near_files(positions: Iterable[_ConsumerPosition]) -> dict[_SourceFile, int]:
     """How soon each file is needed that some consumer has, waits for (0) or will have `ahead`."""
-    found: dict[_File, int] = {}
-    for order, at, waits, ahead, keep, wrap in positions:
-        files = order.files
-        for place in range(max(0, at - keep + 1), at + (not waits)):
-            found[files[place]] = HELD
-        for distance in range(not waits, min(ahead, len(files) - 1) + 1):
-            place = at + distance
-            if place < len(files) or wrap:
-                file = files[place % len(files)]
-                found[file] = min(distance, found.get(file, distance))
-    return found
+    distances: dict[_SourceFile, int] = {}
+    for file_list, position, is_waiting, ahead, keep, wrap in positions:
+        files = file_list.files
+        for index in range(max(0, position - keep + 1), position + (not is_waiting)):
+            distances[files[index]] = IN_USE
+        for distance in range(not is_waiting, min(ahead, len(files) - 1) + 1):
+            index = position + distance
+            if index < len(files) or wrap:
+                file = files[index % len(files)]
+                distances[file] = min(distance, distances.get(file, distance))
+    return distances
 
 
-def furthest(file: _File, positions: Iterable[_Position]) -> float:
+def find_next_use(file: _SourceFile, positions: Iterable[_ConsumerPosition]) -> float:
     """In how many files it is needed again: of copies in the way, that with the most goes."""
     soonest = float("inf")
-    for order, at, _, _, _, wrap in positions:
-        index = order.index.get(file)
-        if index is not None and (index > at or wrap):
-            soonest = min(soonest, (index - at) % len(order.files) or len(order.files))
+    for file_list, position, _, _, _, wrap in positions:
+        index = file_list.index_by_file.get(file)
+        if index is not None and (index > position or wrap):
+            soonest = min(
+                soonest, (index - position) % len(file_list.files) or len(file_list.files)
+            )
     return soonest
 
 
-class _Consumer:
+class _ConsumerConnection:
     """The copier's end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.received, self.unsent = bytearray(), b""
-        self.hello: Json = {}
-        self.order: _Order | None = None
-        self.at, self.waits, self.waited, self.leaving = -1, False, False, False
-        self.seen: list[int] | None = None
+        self.settings: JsonObject = {}
+        self.file_list: _FileList | None = None
+        self.index, self.is_waiting, self.has_waited = -1, False, False
+        self.identity: list[int] | None = None
 
-    def position(self) -> _Position:
-        assert self.order  # who asks has said its list
-        hello = self.hello
-        return _Position(
-            self.order, self.at, self.waits, hello["ahead"], hello["keep"], hello["wrap"]
+    def find_position(self) -> _ConsumerPosition:
+        assert self.file_list  # who asks has said its list
+        settings = self.settings
+        return _ConsumerPosition(
+            self.file_list,
+            self.index,
+            self.is_waiting,
+            settings["ahead"],
+            settings["keep"],
+            settings["wrap"],
         )
 
-    def lines(self) -> Iterator[bytes]:
+    def read_lines(self) -> Iterator[bytes]:
         """The whole lines that have come. Raises Trouble at the connection's end."""
         with contextlib.suppress(BlockingIOError):
             start = len(self.received)
             data = self.socket.recv(1 << 20)
             if not data:
-                raise Trouble("it has ended")
+                raise CopyUnavailable("it has ended")
             self.received += data
             while (end := self.received.find(b"\n", start)) >= 0:
                 line = bytes(self.received[:end])
@@ -651,8 +663,8 @@ class _Consumer:
                 start = 0
                 yield line
 
-    def send(self, message: Json) -> None:
-        self.unsent += _line(message)
+    def send(self, message: JsonObject) -> None:
+        self.unsent += _encode_line(message)
         self.flush()
 
     def flush(self) -> None:
@@ -661,350 +673,374 @@ class _Consumer:
                 self.unsent = self.unsent[self.socket.send(self.unsent[: 1 << 20]) :]
 
 
-class _Copy:
-    """A process that makes one copy; it dies with the copier, whose end of `go` then closes."""
+class _CopyProcess:
+    """A process that makes one copy; it dies with the copier, whose end of `go_fd` then closes."""
 
-    def __init__(self, file: _File, part: str, lock: int) -> None:
-        self.file, self.part = file, part
-        self.reserved: int | None = None  # bytes, once it was told to go
-        theirs_go, self.go = os.pipe()
-        self.says, theirs_says = os.pipe()
+    def __init__(self, file: _SourceFile, part_path: str, lock_fd: int) -> None:
+        self.file, self.part_path = file, part_path
+        self.reserved_bytes: int | None = None  # bytes, once it was told to go
+        child_go_fd, self.go_fd = os.pipe()
+        self.report_fd, child_report_fd = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _make_copy(file, part, lock, theirs_go, theirs_says)
+                _run_copy(file, part_path, lock_fd, child_go_fd, child_report_fd)
             finally:
                 os._exit(1)
-        os.close(theirs_go)
-        os.close(theirs_says)
+        os.close(child_go_fd)
+        os.close(child_report_fd)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Whatever it is doing, nothing of it is left."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # before it has a group of its own
-        os.close(self.go)
-        os.close(self.says)
+        os.close(self.go_fd)
+        os.close(self.report_fd)
         os.waitpid(self.pid, 0)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.part)
+            os.unlink(self.part_path)
 
 
-class _Copier:
+class _WindowCopier:
     """Copies what the consumers need next, and evicts what is needed last."""
 
-    def __init__(self, place: str, lock: int) -> None:
-        self.place, self.lock = place, lock
-        self.folder = f"{place}/{os.urandom(4).hex()}"  # its own: no path ever means other bytes
-        with _short(place) as short:
+    def __init__(self, directory: str, lock_fd: int) -> None:
+        self.directory, self.lock_fd = directory, lock_fd
+        # A folder of its own: no path ever means other bytes.
+        self.folder = f"{directory}/{os.urandom(4).hex()}"
+        with _open_short_path(directory) as short_path:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{short}/socket")
-            self.leftovers = _leftovers(place)
+                os.unlink(f"{short_path}/socket")
+            self.leftovers = _find_leftovers(directory)
             os.mkdir(self.folder, 0o700)
-            _must_see_opens(self.folder)
+            _check_open_detection(self.folder)
             self.listener = socket.socket(socket.AF_UNIX)
-            self.listener.bind(f"{short}/socket")
+            self.listener.bind(f"{short_path}/socket")
         self.listener.listen(4096)
         self.listener.setblocking(False)
-        self.room = sys.maxsize
-        self.used = sum(self.leftovers.values())  # bytes: copies, parts, unlinked, leftovers
-        self.unlinked: dict[int, int] = {}  # open descriptor: bytes
-        self.files: dict[str, _File] = {}
-        self.present: dict[_File, None] = {}
-        self.orders: weakref.WeakValueDictionary[bytes, _Order] = weakref.WeakValueDictionary()
-        self.consumers: list[_Consumer] = []
-        self.copies: dict[_File, _Copy] = {}
-        self.near: dict[_File, int] = {}
-        self.last: list[_File] = []  # needed last of all, the very last at the end
-        self.made = self.copied = 0
-        self.busy = 0.0
-        self.short_of_room = False
-        self.linger = LINGER
-        self.leaving: _Consumer | None = None
+        self.room_bytes = sys.maxsize
+        self.used_bytes = sum(self.leftovers.values())  # bytes: copies, parts, unlinked, leftovers
+        self.unlinked_files: dict[int, int] = {}  # open descriptor: bytes
+        self.files: dict[str, _SourceFile] = {}
+        self.copied_files: dict[_SourceFile, None] = {}
+        self.file_lists: weakref.WeakValueDictionary[bytes, _FileList] = (
+            weakref.WeakValueDictionary()
+        )
+        self.consumers: list[_ConsumerConnection] = []
+        self.copies: dict[_SourceFile, _CopyProcess] = {}
+        self.near_files: dict[_SourceFile, int] = {}
+        self.eviction_queue: list[_SourceFile] = []  # needed last of all, the very last at the end
+        self.copies_started = self.copied_bytes = 0
+        self.busy_s = 0.0
+        self.is_short_of_room = False
+        self.linger_s = LINGER_S
+        self.leaving_consumer: _ConsumerConnection | None = None
 
     def run(self) -> None:
         """Returns when it has had no consumers for a while."""
         self.selector = selectors.DefaultSelector()
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        signal.signal(signal.SIGTERM, self._hurry)
-        now = beaten = alone_since = time.monotonic()
-        while self.consumers or self.leftovers or now < alone_since + self.linger:
-            self._free()
-            self._schedule()
-            self._answer()
-            copying = any(copy.reserved is not None for copy in self.copies.values())
-            for key, _ in self.selector.select(0.1 if self.short_of_room else BEAT / 2):
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept_consumer)
+        signal.signal(signal.SIGTERM, self._stop_lingering)
+        now = last_heartbeat = alone_since = time.monotonic()
+        while self.consumers or self.leftovers or now < alone_since + self.linger_s:
+            self._reclaim_room()
+            self._start_copies()
+            self._answer_consumers()
+            is_copying = any(copy.reserved_bytes is not None for copy in self.copies.values())
+            for key, _ in self.selector.select(0.1 if self.is_short_of_room else HEARTBEAT_S / 2):
                 key.data()
             before, now = now, time.monotonic()
-            self.busy += copying * (now - before)
+            self.busy_s += is_copying * (now - before)
             if self.consumers:
                 alone_since = now
-            if now > beaten + BEAT:
-                beaten = now
-                self._beat()
+            if now > last_heartbeat + HEARTBEAT_S:
+                last_heartbeat = now
+                self._send_heartbeats()
 
-    def _hurry(self, *_: object) -> None:
+    def _stop_lingering(self, *_: object) -> None:
         """On SIGTERM: the job will end, but its processes may still read."""
-        self.linger = 0.0
+        self.linger_s = 0.0
 
-    def end(self) -> None:
+    def delete_window_files(self) -> None:
         """Deletes all that is there, and only then lets the lock go."""
-        os.unlink(f"{self.place}/socket")
+        os.unlink(f"{self.directory}/socket")
         for copy in self.copies.values():
-            copy.end()
+            copy.stop()
         shutil.rmtree(self.folder)
         for name in ("log", "lock"):
-            os.unlink(f"{self.place}/{name}")
-        for directory in (self.place, os.path.dirname(self.place)):
+            os.unlink(f"{self.directory}/{name}")
+        for directory in (self.directory, os.path.dirname(self.directory)):
             with contextlib.suppress(OSError):  # another window's is not empty
                 os.rmdir(directory)
-        if self.leaving:
-            self.leaving.send({"bye": True})
+        if self.leaving_consumer:
+            self.leaving_consumer.send({"bye": True})
 
     # Consumers
 
-    def _accept(self) -> None:
+    def _accept_consumer(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             connection, _ = self.listener.accept()
             connection.setblocking(False)
-            consumer = _Consumer(connection)
+            consumer = _ConsumerConnection(connection)
             self.consumers.append(consumer)
-            self.selector.register(connection, selectors.EVENT_READ, lambda: self._hear(consumer))
+            self.selector.register(
+                connection, selectors.EVENT_READ, lambda: self._read_consumer(consumer)
+            )
 
-    def _hear(self, consumer: _Consumer) -> None:
+    def _read_consumer(self, consumer: _ConsumerConnection) -> None:
         try:
-            for line in consumer.lines():
-                self._obey(consumer, line)
-            if consumer is not self.leaving:
-                self._send(consumer)
-        except TROUBLES:
-            self._forget(consumer)
+            for line in consumer.read_lines():
+                self._handle_line(consumer, line)
+            if consumer is not self.leaving_consumer:
+                self._send_message(consumer)
+        except COPY_ERRORS:
+            self._remove_consumer(consumer)
 
-    def _forget(self, consumer: _Consumer) -> None:
+    def _remove_consumer(self, consumer: _ConsumerConnection) -> None:
         self.selector.unregister(consumer.socket)
         consumer.socket.close()
         self.consumers.remove(consumer)
 
-    def _send(self, consumer: _Consumer, message: Json | None = None) -> None:
+    def _send_message(
+        self, consumer: _ConsumerConnection, message: JsonObject | None = None
+    ) -> None:
         """Raises OSError if the consumer has gone."""
         if message:
             consumer.send(message)
         else:
             consumer.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if consumer.unsent else 0)
-        self.selector.modify(consumer.socket, events, lambda: self._hear(consumer))
+        self.selector.modify(consumer.socket, events, lambda: self._read_consumer(consumer))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         for consumer in list(self.consumers):
-            if consumer.waits and not consumer.unsent:
+            if consumer.is_waiting and not consumer.unsent:
                 try:
-                    self._send(consumer, {"beat": True})
+                    self._send_message(consumer, {"beat": True})
                 except OSError:
-                    self._forget(consumer)
+                    self._remove_consumer(consumer)
 
-    def _obey(self, consumer: _Consumer, line: bytes) -> None:
+    def _handle_line(self, consumer: _ConsumerConnection, line: bytes) -> None:
         """Raises ValueError or KeyError for what no consumer says."""
-        if consumer.order is None and consumer.hello:
-            consumer.order = self._order(line, consumer.hello)
-            self._send(consumer, {"folder": self.folder})
+        if consumer.file_list is None and consumer.settings:
+            consumer.file_list = self._find_file_list(line, consumer.settings)
+            self._send_message(consumer, {"folder": self.folder})
             return
         message = json.loads(line)
-        if not consumer.hello:
-            consumer.hello = message
-            self.room = min(self.room, message["room"])  # never above what any of them gave
+        if not consumer.settings:
+            consumer.settings = message
+            # Never above what any of the consumers gave.
+            self.room_bytes = min(self.room_bytes, message["room"])
         elif "at" in message:
-            if not consumer.order or not 0 <= message["at"] < len(consumer.order.files):
+            if not consumer.file_list or not 0 <= message["at"] < len(consumer.file_list.files):
                 raise ValueError
-            consumer.at, consumer.seen = message["at"], message["seen"]
-            consumer.waits, consumer.waited = True, False
+            consumer.index, consumer.identity = message["at"], message["seen"]
+            consumer.is_waiting, consumer.has_waited = True, False
         elif "list" in message:
-            there = {file.source: file.path for file in self.present if not file.stale}
-            self._send(consumer, {"local": there})
+            local_copies = {
+                file.source: file.copy_path for file in self.copied_files if not file.is_stale
+            }
+            self._send_message(consumer, {"local": local_copies})
         elif "bye" in message:
-            self._leave(consumer)
+            self._dismiss_consumer(consumer)
 
-    def _leave(self, consumer: _Consumer) -> None:
+    def _dismiss_consumer(self, consumer: _ConsumerConnection) -> None:
         """If it was the last one it is told when all is deleted."""
         if len(self.consumers) > 1:
-            self._send(consumer, {"bye": True})
+            self._send_message(consumer, {"bye": True})
             return
-        self.linger = 0.0
+        self.linger_s = 0.0
         self.selector.unregister(consumer.socket)
         self.consumers.remove(consumer)
-        self.leaving = consumer
+        self.leaving_consumer = consumer
 
-    def _order(self, line: bytes, hello: Json) -> _Order:
+    def _find_file_list(self, line: bytes, settings: JsonObject) -> _FileList:
         digest = hashlib.sha256(line).digest()
-        order = self.orders.get(digest)
-        if order is None:
+        file_list = self.file_lists.get(digest)
+        if file_list is None:
             files = []
             for source in json.loads(line):
-                file = self.files.get(source) or self.files.setdefault(source, _File(source))
-                file.fetch, file.limit = hello["fetch"], hello["size"]
+                file = self.files.get(source) or self.files.setdefault(source, _SourceFile(source))
+                file.fetch, file.limit_bytes = settings["fetch"], settings["size"]
                 files.append(file)
-            order = self.orders[digest] = _Order(files)
-        return order
+            file_list = self.file_lists[digest] = _FileList(files)
+        return file_list
 
-    def _answer(self) -> None:
-        told = []
-        for consumer in [one for one in self.consumers if one.waits]:
-            file = consumer.position().order.files[consumer.at]
-            reply = self._reply(file, consumer.seen)
+    def _answer_consumers(self) -> None:
+        answered_files = []
+        for consumer in [one for one in self.consumers if one.is_waiting]:
+            file = consumer.find_position().file_list.files[consumer.index]
+            reply = self._find_reply(file, consumer.identity)
             if reply is None:
-                consumer.waited = True
+                consumer.has_waited = True
                 continue
-            told.append(file)
-            consumer.waits = False
-            more = {"waited": consumer.waited, "copied": self.copied, "busy": self.busy}
+            answered_files.append(file)
+            consumer.is_waiting = False
+            statistics = {
+                "waited": consumer.has_waited,
+                "copied": self.copied_bytes,
+                "busy": self.busy_s,
+            }
             try:
-                self._send(consumer, {**reply, **more})
+                self._send_message(consumer, {**reply, **statistics})
             except OSError:
-                self._forget(consumer)
-        for file in told:
-            file.failed = None
+                self._remove_consumer(consumer)
+        for file in answered_files:
+            file.failure = None
 
-    def _reply(self, file: _File, seen: list[int] | None) -> Json | None:
+    def _find_reply(self, file: _SourceFile, identity: list[int] | None) -> JsonObject | None:
         """Where to read it, or None as long as that is not known."""
-        if file.path is None:
-            return None if file.failed is None else {"why": file.failed}
-        if file.stale or file.identity != seen:
-            file.stale = True
+        if file.copy_path is None:
+            return None if file.failure is None else {"why": file.failure}
+        if file.is_stale or file.identity != identity:
+            file.is_stale = True
             return {"why": "the source has changed since it was copied"}
-        return {"path": file.path, "size": file.length}
+        return {"path": file.copy_path, "size": file.copy_bytes}
 
     # Room
 
-    def _positions(self) -> list[_Position]:
-        return [one.position() for one in self.consumers if one.order and one.order.files]
+    def _list_positions(self) -> list[_ConsumerPosition]:
+        return [
+            one.find_position() for one in self.consumers if one.file_list and one.file_list.files
+        ]
 
-    def _free(self) -> None:
+    def _reclaim_room(self) -> None:
         """Unlinked files that nobody has open any more, and what dead copiers left, make room."""
-        for fd in [fd for fd in self.unlinked if not _open_elsewhere(fd)]:
+        for fd in [fd for fd in self.unlinked_files if not _is_open_elsewhere(fd)]:
             os.close(fd)
-            self.used -= self.unlinked.pop(fd)
-        for folder in [folder for folder in self.leftovers if _deleted(folder)]:
-            self.used -= self.leftovers.pop(folder)
+            self.used_bytes -= self.unlinked_files.pop(fd)
+        for folder in [folder for folder in self.leftovers if _delete_unless_used(folder)]:
+            self.used_bytes -= self.leftovers.pop(folder)
 
-    def _make_room(self, size: int, distance: int) -> bool:
+    def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evicts, unless that would not be enough. What was copied ahead goes only for a file that
         is waited for (distance 0): else consumers would take it from each other, again and again.
         """
-        going = sum(self.unlinked.values())
-        stays = sum(
-            file.size or 0
-            for file, soon in self.near.items()
-            if file.path and (distance or soon <= 0)
+        unlinked_bytes = sum(self.unlinked_files.values())
+        kept_bytes = sum(
+            file.size_bytes or 0
+            for file, near_distance in self.near_files.items()
+            if file.copy_path and (distance or near_distance <= 0)
         )
-        evictable = sum(file.size or 0 for file in self.present) - stays
-        if self.used - going - evictable + size > self.room:
+        evictable_bytes = sum(file.size_bytes or 0 for file in self.copied_files) - kept_bytes
+        if self.used_bytes - unlinked_bytes - evictable_bytes + size_bytes > self.room_bytes:
             return False
-        while self.used - sum(self.unlinked.values()) + size > self.room:
-            self._evict(self._victim())
-        self.short_of_room = self.used + size > self.room
-        return not self.short_of_room
+        while self.used_bytes - sum(self.unlinked_files.values()) + size_bytes > self.room_bytes:
+            self._evict_file(self._choose_victim())
+        self.is_short_of_room = self.used_bytes + size_bytes > self.room_bytes
+        return not self.is_short_of_room
 
-    def _victim(self) -> _File:
+    def _choose_victim(self) -> _SourceFile:
         while True:
-            if not self.last:
-                far = [file for file in self.present if file not in self.near]
-                if not far:
-                    close = [file for file in self.near if file.path]
-                    return max(close, key=lambda file: self.near[file])
-                positions = self._positions()
+            if not self.eviction_queue:
+                far_files = [file for file in self.copied_files if file not in self.near_files]
+                if not far_files:
+                    near_files = [file for file in self.near_files if file.copy_path]
+                    return max(near_files, key=lambda file: self.near_files[file])
+                positions = self._list_positions()
                 # Some of many at once: to look at all of them for each would take too long.
-                key = functools.partial(furthest, positions=positions)
-                self.last = heapq.nlargest(max(1, len(far) // 16), far, key=key)[::-1]
-            file = self.last.pop()
-            if file.path and file not in self.near:
+                key = functools.partial(find_next_use, positions=positions)
+                self.eviction_queue = heapq.nlargest(
+                    max(1, len(far_files) // 16), far_files, key=key
+                )[::-1]
+            file = self.eviction_queue.pop()
+            if file.copy_path and file not in self.near_files:
                 return file
 
-    def _evict(self, file: _File) -> None:
+    def _evict_file(self, file: _SourceFile) -> None:
         """Unlinks a copy. Who has it open keeps it, and as long as that it takes its room."""
-        assert file.path
-        assert file.size is not None
-        path, file.path, file.stale = file.path, None, False
-        del self.present[file]
+        assert file.copy_path
+        assert file.size_bytes is not None
+        path, file.copy_path, file.is_stale = file.copy_path, None, False
+        del self.copied_files[file]
         try:
-            self.unlinked[os.open(path, os.O_RDONLY)] = file.size
+            self.unlinked_files[os.open(path, os.O_RDONLY)] = file.size_bytes
             os.unlink(path)
         except FileNotFoundError:  # somebody else has deleted it
-            self.used -= file.size
-        self._free()
+            self.used_bytes -= file.size_bytes
+        self._reclaim_room()
 
     # Copies
 
-    def _schedule(self) -> None:
-        self.near = near(self._positions())
-        self.short_of_room = bool(self.leftovers)
-        for file in [file for file in self.present if file.stale]:
-            if self.near.get(file) != HELD:
-                self._evict(file)
-        for file in sorted(self.near, key=lambda one: self.near[one]):
-            distance = self.near[file]
-            if distance == HELD or file.path or file.failed or file in self.copies:
+    def _start_copies(self) -> None:
+        self.near_files = list_near_files(self._list_positions())
+        self.is_short_of_room = bool(self.leftovers)
+        for file in [file for file in self.copied_files if file.is_stale]:
+            if self.near_files.get(file) != IN_USE:
+                self._evict_file(file)
+        for file in sorted(self.near_files, key=lambda one: self.near_files[one]):
+            distance = self.near_files[file]
+            if distance == IN_USE or file.copy_path or file.failure or file in self.copies:
                 continue
-            if distance and len(self.copies) >= COPIES:
+            if distance and len(self.copies) >= MAX_COPIES:
                 break
-            if file.size is not None and not self._fits(file, file.size, distance):
+            if file.size_bytes is not None and not self._has_room(file, file.size_bytes, distance):
                 if distance:
                     break
                 continue
-            self.made += 1
-            copy = self.copies[file] = _Copy(file, f"{self.folder}/{self.made}.part", self.lock)
-            self.selector.register(copy.says, selectors.EVENT_READ, lambda c=copy: self._listen(c))
+            self.copies_started += 1
+            copy = self.copies[file] = _CopyProcess(
+                file, f"{self.folder}/{self.copies_started}.part", self.lock_fd
+            )
+            self.selector.register(
+                copy.report_fd, selectors.EVENT_READ, lambda c=copy: self._read_report(c)
+            )
 
-    def _fits(self, file: _File, size: int, distance: int) -> bool:
+    def _has_room(self, file: _SourceFile, size_bytes: int, distance: int) -> bool:
         """Whether it can be copied now; what is waited for and does not fit has failed."""
-        if size > self.room:
-            file.failed = f"larger than the room: {size} bytes"
-        elif self._make_room(size, distance):
+        if size_bytes > self.room_bytes:
+            file.failure = f"larger than the room: {size_bytes} bytes"
+        elif self._make_room(size_bytes, distance):
             return True
         elif distance == 0:
-            file.failed = "no room: consumers use all of it"
+            file.failure = "no room: consumers use all of it"
         return False
 
-    def _listen(self, copy: _Copy) -> None:
+    def _read_report(self, copy: _CopyProcess) -> None:
         file = copy.file
-        said = os.read(copy.says, 1 << 16).decode(errors="replace")
+        text = os.read(copy.report_fd, 1 << 16).decode(errors="replace")
         # One line at a time: after its size it waits for an answer.
-        report: Json = (
-            json.loads(said) if said.endswith("\n") else {"failed": "the copy was killed"}
+        report: JsonObject = (
+            json.loads(text) if text.endswith("\n") else {"failed": "the copy was killed"}
         )
         if "size" in report:
-            file.size, file.identity = rounded(report["size"]), report["identity"]
-            self.near = near(self._positions())
-            distance = self.near.get(file, HELD)
-            if distance != HELD and self._fits(file, file.size, distance):
-                copy.reserved = file.size
-                self.used += file.size
-                os.write(copy.go, b"g")
+            file.size_bytes, file.identity = round_up_to_blocks(report["size"]), report["identity"]
+            self.near_files = list_near_files(self._list_positions())
+            distance = self.near_files.get(file, IN_USE)
+            if distance != IN_USE and self._has_room(file, file.size_bytes, distance):
+                copy.reserved_bytes = file.size_bytes
+                self.used_bytes += file.size_bytes
+                os.write(copy.go_fd, b"g")
                 return
         else:
-            file.failed = report.get("failed")
+            file.failure = report.get("failed")
         if "done" in report:
-            file.path = f"{copy.part[:-5]}-{file.name}"
-            os.rename(copy.part, file.path)
-            file.length, file.size = report["done"], rounded(report["done"])
-            self.used += file.size
-            self.copied += file.length
-            self.present[file] = None
-        self.selector.unregister(copy.says)
-        copy.end()
-        self.used -= copy.reserved or 0
+            file.copy_path = f"{copy.part_path[:-5]}-{file.name}"
+            os.rename(copy.part_path, file.copy_path)
+            file.copy_bytes, file.size_bytes = report["done"], round_up_to_blocks(report["done"])
+            self.used_bytes += file.size_bytes
+            self.copied_bytes += file.copy_bytes
+            self.copied_files[file] = None
+        self.selector.unregister(copy.report_fd)
+        copy.stop()
+        self.used_bytes -= copy.reserved_bytes or 0
         del self.copies[file]
 
 
-def _leftovers(place: str) -> dict[str, int]:
+def _find_leftovers(directory: str) -> dict[str, int]:
     """Folders of copiers that were killed, and their bytes; what nobody holds is deleted."""
     found = {}
-    for entry in list(os.scandir(place)):
-        if entry.is_dir(follow_symlinks=False) and not _deleted(entry.path):
-            found[entry.path] = sum(rounded(x.stat().st_size) for x in os.scandir(entry.path))
+    for entry in list(os.scandir(directory)):
+        if entry.is_dir(follow_symlinks=False) and not _delete_unless_used(entry.path):
+            found[entry.path] = sum(
+                round_up_to_blocks(x.stat().st_size) for x in os.scandir(entry.path)
+            )
     return found
 
 
-def _deleted(folder: str) -> bool:
+def _delete_unless_used(folder: str) -> bool:
     """Deletes it, unless a consumer of its copier still holds it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -1017,7 +1053,7 @@ def _deleted(folder: str) -> bool:
     return True
 
 
-def _open_elsewhere(fd: int) -> bool:
+def _is_open_elsewhere(fd: int) -> bool:
     """Whether anybody else has the file open or mapped: then the kernel grants no lease on it."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -1027,131 +1063,137 @@ def _open_elsewhere(fd: int) -> bool:
     return False
 
 
-def _must_see_opens(folder: str) -> None:
+def _check_open_detection(folder: str) -> None:
     """Raises OSError where the file system cannot tell who has a file open."""
     fd = os.open(f"{folder}/probe", os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    alone = not _open_elsewhere(fd)
-    other = os.open(f"{folder}/probe", os.O_RDONLY)
-    shared = _open_elsewhere(fd)
-    for each in (fd, other):
+    sees_none = not _is_open_elsewhere(fd)
+    other_fd = os.open(f"{folder}/probe", os.O_RDONLY)
+    sees_other = _is_open_elsewhere(fd)
+    for each in (fd, other_fd):
         os.close(each)
     os.unlink(f"{folder}/probe")
-    if not alone or not shared:
+    if not sees_none or not sees_other:
         raise OSError(errno.ENOTSUP, "the file system does not tell who has a file open", folder)
 
 
 # In the process that makes a copy
 
 
-def _make_copy(file: _File, part: str, lock: int, go: int, says: int) -> None:
-    """Says size and identity, waits for `go`, copies, says how that ended."""
+def _run_copy(file: _SourceFile, part_path: str, lock_fd: int, go_fd: int, report_fd: int) -> None:
+    """Says size and identity, waits for `go_fd`, copies, says how that ended."""
     # In particular the consumers' connections: they must end with the copier.
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd not in (lock, go, says):
+        if fd > 2 and fd not in (lock_fd, go_fd, report_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)
     os.setpgid(0, 0)  # so that what a fetch has started dies with it
     try:
-        done = _fetched(file, part, lock, go, says) if file.fetch else _copied(file, part, go, says)
-        os.write(says, _line({"done": done}))
+        copied_bytes = (
+            _run_fetch(file, part_path, lock_fd, go_fd, report_fd)
+            if file.fetch
+            else _copy_source(file, part_path, go_fd, report_fd)
+        )
+        os.write(report_fd, _encode_line({"done": copied_bytes}))
     except OSError as error:
-        os.write(says, _line({"failed": str(error)[:4000]}))
+        os.write(report_fd, _encode_line({"failed": str(error)[:4000]}))
 
 
-def _told_to_go(go: int, says: int, size: int, seen: list[int] | None) -> None:
-    os.write(says, _line({"size": size, "identity": seen}))
-    if os.read(go, 1) != b"g":
+def _wait_for_go(go_fd: int, report_fd: int, size_bytes: int, identity: list[int] | None) -> None:
+    os.write(report_fd, _encode_line({"size": size_bytes, "identity": identity}))
+    if os.read(go_fd, 1) != b"g":
         os._exit(0)
-    threading.Thread(target=_die_with_the_copier, args=[go], daemon=True).start()
+    threading.Thread(target=_exit_with_copier, args=[go_fd], daemon=True).start()
 
 
-def _die_with_the_copier(go: int) -> None:
-    os.read(go, 1)
+def _exit_with_copier(go_fd: int) -> None:
+    os.read(go_fd, 1)
     os.killpg(0, signal.SIGKILL)
 
 
-def _copied(file: _File, part: str, go: int, says: int) -> int:
-    source = os.open(file.source, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO does not hold it up
-    before = os.fstat(source)
+def _copy_source(file: _SourceFile, part_path: str, go_fd: int, report_fd: int) -> int:
+    source_fd = os.open(file.source, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO does not hold it up
+    before = os.fstat(source_fd)
     if not stat.S_ISREG(before.st_mode):
         raise OSError(f"{file.source} is no regular file")
-    size = before.st_size
-    _told_to_go(go, says, size, identity(before))
-    target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    if size:
-        os.posix_fallocate(target, 0, size)  # a full disk says so now
-    os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    done = 0
-    while done < size:
-        count = min(size - done, CHUNK)
+    size_bytes = before.st_size
+    _wait_for_go(go_fd, report_fd, size_bytes, identity_from_stat(before))
+    target_fd = os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    if size_bytes:
+        os.posix_fallocate(target_fd, 0, size_bytes)  # a full disk says so now
+    os.posix_fadvise(source_fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    copied_bytes = 0
+    while copied_bytes < size_bytes:
+        count = min(size_bytes - copied_bytes, CHUNK_BYTES)
         try:
-            sent = os.sendfile(target, source, done, count)
+            sent_bytes = os.sendfile(target_fd, source_fd, copied_bytes, count)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
-            sent = os.write(target, os.pread(source, count, done))
-        if sent == 0:
+            sent_bytes = os.write(target_fd, os.pread(source_fd, count, copied_bytes))
+        if sent_bytes == 0:
             break
-        done += sent
-    os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)  # it is here now
-    if done < size or not identity(before) == identity(os.fstat(source)) == identity(
-        os.stat(file.source)
-    ):
+        copied_bytes += sent_bytes
+    os.posix_fadvise(source_fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is here now
+    if copied_bytes < size_bytes or not identity_from_stat(before) == identity_from_stat(
+        os.fstat(source_fd)
+    ) == identity_from_stat(os.stat(file.source)):
         raise OSError(f"{file.source} was changed while it was copied")
-    return size
+    return size_bytes
 
 
-FETCH = """
+FETCH_SCRIPT = """
 import base64, json, os, pickle, sys, threading
 said = json.load(sys.stdin)
 
-def die_with_the_copier():
+def exit_with_copier():
     os.read(said["go"], 1)
     os.killpg(0, 9)
 
-threading.Thread(target=die_with_the_copier, daemon=True).start()
+threading.Thread(target=exit_with_copier, daemon=True).start()
 os.chdir(said["cwd"])
 sys.path[:] = said["path"]
 pickle.loads(base64.b64decode(said["pickle"]))(said["source"], said["target"])
 """
 
 
-def _fetched(file: _File, part: str, lock: int, go: int, says: int) -> int:
+def _run_fetch(file: _SourceFile, part_path: str, lock_fd: int, go_fd: int, report_fd: int) -> int:
     """By the user's function, in a new interpreter; no file of it gets larger than was said."""
     assert file.fetch
-    seen = None
+    identity = None
     with contextlib.suppress(OSError):
-        found = os.stat(file.source)
-        seen = identity(found)
-    limit = file.limit
-    if limit is None and seen:
-        limit = seen[1]
-    if limit is None:
+        status = os.stat(file.source)
+        identity = identity_from_stat(status)
+    limit_bytes = file.limit_bytes
+    if limit_bytes is None and identity:
+        limit_bytes = identity[1]
+    if limit_bytes is None:
         raise OSError(f"the size of {file.source} is not known (give size=)")
-    _told_to_go(go, says, limit, seen)
+    _wait_for_go(go_fd, report_fd, limit_bytes, identity)
     for name in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    ran = subprocess.run(  # noqa: S603 - what the user gave, as the user
-        [sys.executable, "-c", FETCH],
-        input=_line({**file.fetch, "source": file.source, "target": part, "go": go}),
-        pass_fds=[go, lock],  # no other copier begins as long as it lives
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    result = subprocess.run(  # noqa: S603 - what the user gave, as the user
+        [sys.executable, "-c", FETCH_SCRIPT],
+        input=_encode_line({**file.fetch, "source": file.source, "target": part_path, "go": go_fd}),
+        pass_fds=[go_fd, lock_fd],  # no other copier begins as long as it lives
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         check=False,
     )
-    if ran.returncode:
-        said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise OSError(f"fetch has failed: {''.join(said) or ran.returncode}")
-    size = os.lstat(part).st_size
-    if size > limit or (seen and seen != identity(os.stat(file.source))):
+    if result.returncode:
+        error_lines = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise OSError(f"fetch has failed: {''.join(error_lines) or result.returncode}")
+    size_bytes = os.lstat(part_path).st_size
+    if size_bytes > limit_bytes or (
+        identity and identity != identity_from_stat(os.stat(file.source))
+    ):
         raise OSError(f"{file.source} was changed while it was fetched")
-    return size
+    return size_bytes
 
 
-def main(place: str, lock: int) -> None:
-    """The copier of the window in `place`; `lock` is its lock, held. Returns when it has ended."""
-    os.set_inheritable(lock, False)
+def run_copier(directory: str, lock_fd: int) -> None:
+    """Run the copier of the window in `directory` until it ends; `lock_fd` holds its lock."""
+    os.set_inheritable(lock_fd, False)
     os.umask(0o077)
     os.chdir("/")
     for name in (signal.SIGINT, signal.SIGHUP, signal.SIGIO):
@@ -1159,20 +1201,20 @@ def main(place: str, lock: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        copier = _Copier(place, lock)
+        copier = _WindowCopier(directory, lock_fd)
     except OSError as error:
         sys.exit(str(error))
     if os.fork():
         os._exit(0)  # who started it may go on: the socket is there
-    log = os.open(f"{place}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    log = os.open(f"{directory}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     null = os.open(os.devnull, os.O_RDWR)
     for fd, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(fd, target)
     try:
         copier.run()
     finally:
-        copier.end()
+        copier.delete_window_files()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    run_copier(sys.argv[1], int(sys.argv[2]))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from copiers import copiers, usage
 from forestage_window import (
-    HELD,
+    IN_USE,
     Window,
-    _File,
-    _Order,
-    _Position,
-    bytes_of,
-    furthest,
-    near,
+    _ConsumerPosition,
+    _FileList,
+    _SourceFile,
+    find_next_use,
+    list_near_files,
+    parse_size,
     window,
 )
 
@@ -277,7 +277,7 @@ def test_fetch_function_defined_in_a_script_is_refused(tmp_path: Path) -> None:
     [("400GiB", 400 << 30), ("1.5k", 1536), (7, 7), ("2TB", 2 << 40), ("8 M", 8 << 20), ("0", 0)],
 )
 def test_size_text_is_parsed_into_bytes(text: str | int, size: int) -> None:
-    assert bytes_of(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
@@ -291,11 +291,11 @@ def test_size_text_is_parsed_into_bytes(text: str | int, size: int) -> None:
 def test_window_directory_is_below_forestage_dir_tmpdir_or_the_given_directory(
     environment: dict[str, str], directory: str | None, expected: str
 ) -> None:
-    from forestage_window import directory_of
+    from forestage_window import find_window_directory
 
-    found = directory_of(directory, "a", {"SLURM_JOB_ID": "7", **environment})
+    found = find_window_directory(directory, "a", {"SLURM_JOB_ID": "7", **environment})
     assert os.path.dirname(found) == expected
-    assert found != directory_of(directory, "b", {"SLURM_JOB_ID": "7", **environment})
+    assert found != find_window_directory(directory, "b", {"SLURM_JOB_ID": "7", **environment})
 
 
 def test_window_in_memory_without_a_job_directory_in_memory_uses_the_disk_and_warns_once(
@@ -344,14 +344,14 @@ def test_closing_the_last_window_deletes_its_copies(job: Path, data_set: list[Pa
 
 # Which files are needed, and how soon
 
-FILES = [_File(f"/{number}") for number in range(6)]
-ORDER = _Order(FILES)
+FILES = [_SourceFile(f"/{number}") for number in range(6)]
+ORDER = _FileList(FILES)
 
 
 def position(
     at: int, waits: bool = False, ahead: int = 2, keep: int = 1, wrap: bool = True
-) -> _Position:
-    return _Position(ORDER, at, waits, ahead, keep, wrap)
+) -> _ConsumerPosition:
+    return _ConsumerPosition(ORDER, at, waits, ahead, keep, wrap)
 
 
 @pytest.mark.parametrize(
@@ -359,29 +359,31 @@ def position(
     [
         ([position(-1)], {0: 1, 1: 2}),
         ([position(0, waits=True)], {0: 0, 1: 1, 2: 2}),
-        ([position(0)], {0: HELD, 1: 1, 2: 2}),
-        ([position(3, keep=2)], {2: HELD, 3: HELD, 4: 1, 5: 2}),
-        ([position(3, waits=True, keep=2)], {2: HELD, 3: 0, 4: 1, 5: 2}),
-        ([position(5)], {5: HELD, 0: 1, 1: 2}),
-        ([position(5, wrap=False)], {5: HELD}),
-        ([position(0, ahead=99)], {0: HELD, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
-        ([position(0), position(1, waits=True)], {0: HELD, 1: 0, 2: 1, 3: 2}),
-        ([position(2), position(0)], {2: HELD, 0: HELD, 1: 1, 3: 1, 4: 2}),
+        ([position(0)], {0: IN_USE, 1: 1, 2: 2}),
+        ([position(3, keep=2)], {2: IN_USE, 3: IN_USE, 4: 1, 5: 2}),
+        ([position(3, waits=True, keep=2)], {2: IN_USE, 3: 0, 4: 1, 5: 2}),
+        ([position(5)], {5: IN_USE, 0: 1, 1: 2}),
+        ([position(5, wrap=False)], {5: IN_USE}),
+        ([position(0, ahead=99)], {0: IN_USE, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
+        ([position(0), position(1, waits=True)], {0: IN_USE, 1: 0, 2: 1, 3: 2}),
+        ([position(2), position(0)], {2: IN_USE, 0: IN_USE, 1: 1, 3: 1, 4: 2}),
     ],
 )
 def test_near_computes_how_soon_each_file_is_needed(
-    positions: list[_Position], expected: dict[int, int]
+    positions: list[_ConsumerPosition], expected: dict[int, int]
 ) -> None:
-    assert {FILES.index(file): soon for file, soon in near(positions).items()} == expected
+    assert {
+        FILES.index(file): soon for file, soon in list_near_files(positions).items()
+    } == expected
 
 
 def test_furthest_ranks_a_file_just_read_as_needed_last() -> None:
     at = [position(3)]
-    distances = [furthest(file, at) for file in FILES]
+    distances = [find_next_use(file, at) for file in FILES]
     assert distances == [3, 4, 5, 6, 1, 2]
-    assert furthest(_File("/elsewhere"), at) == float("inf")
-    assert furthest(FILES[0], [position(3, wrap=False)]) == float("inf")
-    assert furthest(FILES[0], [*at, position(5)]) == 1
+    assert find_next_use(_SourceFile("/elsewhere"), at) == float("inf")
+    assert find_next_use(FILES[0], [position(3, wrap=False)]) == float("inf")
+    assert find_next_use(FILES[0], [*at, position(5)]) == 1
 
 
 def test_window_function_is_the_class_window() -> None:

@@ -263,7 +263,7 @@ def test_stopped_copier_is_given_up_and_the_given_paths_are_yielded(
 ) -> None:
     first = window(data_set, room=4 * SIZE)
     assert job in Path(next(iter(first))).parents  # the copier has begun, however long that took
-    monkeypatch.setattr(forestage_window, "PATIENCE", 0.5)
+    monkeypatch.setattr(forestage_window, "ANSWER_TIMEOUT_S", 0.5)
     shards = window(data_set, room=4 * SIZE)
     paths = iter(shards)
     next(paths)
@@ -292,7 +292,7 @@ def test_invalid_message_to_the_copier_ends_only_its_own_connection(
     paths = iter(shards)
     next(paths)
     (place,) = job.glob("*/*")
-    hello = json.dumps(shards._hello)
+    hello = json.dumps(shards._settings)
     for words in ("", "\n", "[]\n", "{}\n[]\n", f'{hello}\n["/a"]\n{{"at": 7}}\n', "\0" * 100_000):
         with socket.socket(socket.AF_UNIX) as bad, contextlib.suppress(OSError):
             bad.connect(f"{place}/socket")
@@ -386,7 +386,7 @@ os._exit(3)
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src/window")},
         capture_output=True,
-        timeout=forestage_window.LINGER / 2,
+        timeout=forestage_window.LINGER_S / 2,
         check=False,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, b"", b"")
