@@ -23,49 +23,49 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SECOND 1000000000LL
+#define SECOND_NS 1000000000LL
 
-static int folder; /* all paths are relative to it */
-static long long latency, rate;
+static int source_fd; /* all paths are relative to it */
+static long long latency_ns, bytes_per_second;
 
-static long long now(void)
+static long long read_monotonic_ns(void)
 {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * SECOND + time.tv_nsec;
+    return time.tv_sec * SECOND_NS + time.tv_nsec;
 }
 
-static void wait_until(long long when)
+static void wait_until(long long deadline_ns)
 {
-    struct timespec time = {when / SECOND, when % SECOND};
+    struct timespec time = {deadline_ns / SECOND_NS, deadline_ns % SECOND_NS};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &time, NULL) == EINTR)
         ;
 }
 
-static void travel(void)
+static void wait_latency(void)
 {
-    wait_until(now() + latency);
+    wait_until(read_monotonic_ns() + latency_ns);
 }
 
 /* Waits for a read's turn: the line is free again once all that was asked before has gone over it. */
-static void take(size_t size)
+static void wait_for_transfer(size_t size)
 {
-    static pthread_mutex_t line = PTHREAD_MUTEX_INITIALIZER;
-    static long long free_at;
-    long long arrives = now() + latency;
-    if (rate) {
-        pthread_mutex_lock(&line);
-        if (free_at < now())
-            free_at = now();
-        free_at += (long long)size * SECOND / rate;
-        if (arrives < free_at)
-            arrives = free_at;
-        pthread_mutex_unlock(&line);
+    static pthread_mutex_t line_mutex = PTHREAD_MUTEX_INITIALIZER;
+    static long long line_free_ns;
+    long long arrival_ns = read_monotonic_ns() + latency_ns;
+    if (bytes_per_second) {
+        pthread_mutex_lock(&line_mutex);
+        if (line_free_ns < read_monotonic_ns())
+            line_free_ns = read_monotonic_ns();
+        line_free_ns += (long long)size * SECOND_NS / bytes_per_second;
+        if (arrival_ns < line_free_ns)
+            arrival_ns = line_free_ns;
+        pthread_mutex_unlock(&line_mutex);
     }
-    wait_until(arrives);
+    wait_until(arrival_ns);
 }
 
-static const char *below(const char *path)
+static const char *relative_path(const char *path)
 {
     return path[1] ? path + 1 : ".";
 }
@@ -78,19 +78,20 @@ static void *source_init(struct fuse_conn_info *conn, struct fuse_config *config
     return NULL;
 }
 
-static int source_getattr(const char *path, struct stat *facts, struct fuse_file_info *info)
+static int source_getattr(const char *path, struct stat *status, struct fuse_file_info *info)
 {
-    travel();
-    if (info ? fstat(info->fh, facts) : fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW))
+    wait_latency();
+    if (info ? fstat(info->fh, status)
+             : fstatat(source_fd, relative_path(path), status, AT_SYMLINK_NOFOLLOW))
         return -errno;
-    facts->st_ctim = facts->st_mtim; /* nothing is new here: of what is, copies wait to settle */
+    status->st_ctim = status->st_mtim; /* nothing is new here: of what is, copies wait to settle */
     return 0;
 }
 
 static int source_readlink(const char *path, char *out, size_t size)
 {
-    travel();
-    ssize_t count = readlinkat(folder, below(path), out, size - 1);
+    wait_latency();
+    ssize_t count = readlinkat(source_fd, relative_path(path), out, size - 1);
     if (count < 0)
         return -errno;
     out[count] = 0;
@@ -101,21 +102,21 @@ static int source_readdir(const char *path, void *out, fuse_fill_dir_t fill, off
                           struct fuse_file_info *info, enum fuse_readdir_flags flags)
 {
     (void)offset, (void)info, (void)flags;
-    travel();
-    int fd = openat(folder, below(path), O_RDONLY | O_DIRECTORY);
-    DIR *open = fd < 0 ? NULL : fdopendir(fd);
-    if (!open)
+    wait_latency();
+    int fd = openat(source_fd, relative_path(path), O_RDONLY | O_DIRECTORY);
+    DIR *directory = fd < 0 ? NULL : fdopendir(fd);
+    if (!directory)
         return -errno;
-    for (struct dirent *entry; (entry = readdir(open));)
+    for (struct dirent *entry; (entry = readdir(directory));)
         fill(out, entry->d_name, NULL, 0, 0);
-    closedir(open);
+    closedir(directory);
     return 0;
 }
 
 static int source_open(const char *path, struct fuse_file_info *info)
 {
-    travel();
-    int fd = openat(folder, below(path), O_RDONLY);
+    wait_latency();
+    int fd = openat(source_fd, relative_path(path), O_RDONLY);
     info->fh = (uint64_t)fd;
     info->keep_cache = 1;
     return fd < 0 ? -errno : 0;
@@ -125,22 +126,22 @@ static int source_read(const char *path, struct fuse_bufvec **out, size_t size, 
                        struct fuse_file_info *info)
 {
     (void)path;
-    struct stat facts;
-    if (fstat(info->fh, &facts))
+    struct stat status;
+    if (fstat(info->fh, &status))
         return -errno;
-    if (offset >= facts.st_size)
+    if (offset >= status.st_size)
         size = 0;
-    else if (size > (size_t)(facts.st_size - offset))
-        size = (size_t)(facts.st_size - offset);
-    take(size);
-    struct fuse_bufvec *from = malloc(sizeof *from);
-    if (!from)
+    else if (size > (size_t)(status.st_size - offset))
+        size = (size_t)(status.st_size - offset);
+    wait_for_transfer(size);
+    struct fuse_bufvec *buffer = malloc(sizeof *buffer);
+    if (!buffer)
         return -ENOMEM;
-    *from = FUSE_BUFVEC_INIT(size);
-    from->buf[0].flags = FUSE_BUF_IS_FD | FUSE_BUF_FD_SEEK;
-    from->buf[0].fd = (int)info->fh;
-    from->buf[0].pos = offset;
-    *out = from;
+    *buffer = FUSE_BUFVEC_INIT(size);
+    buffer->buf[0].flags = FUSE_BUF_IS_FD | FUSE_BUF_FD_SEEK;
+    buffer->buf[0].fd = (int)info->fh;
+    buffer->buf[0].pos = offset;
+    *out = buffer;
     return 0;
 }
 
@@ -152,8 +153,8 @@ static int source_release(const char *path, struct fuse_file_info *info)
 
 static int source_getxattr(const char *path, const char *name, char *value, size_t size)
 {
-    travel();
-    int fd = openat(folder, below(path), O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    wait_latency();
+    int fd = openat(source_fd, relative_path(path), O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
     ssize_t count = fd < 0 ? -1 : fgetxattr(fd, name, value, size);
     int error = errno;
     if (fd >= 0)
@@ -173,12 +174,12 @@ int main(int argc, char **argv)
         .release = source_release,
         .getxattr = source_getxattr,
     };
-    if (argc != 5 || (folder = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
+    if (argc != 5 || (source_fd = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
         fprintf(stderr, "usage: data_source FOLDER MOUNTPOINT LATENCY_US BYTES_PER_SECOND\n");
         return 2;
     }
-    latency = atoll(argv[3]) * 1000;
-    rate = atoll(argv[4]);
+    latency_ns = atoll(argv[3]) * 1000;
+    bytes_per_second = atoll(argv[4]);
     prctl(PR_SET_TIMERSLACK, 1UL); /* of the threads too: else each sleep is 50 us longer */
     char *options[] = {argv[0], "-o", "ro,allow_other,default_permissions"};
     struct fuse_args args = FUSE_ARGS_INIT(3, options);

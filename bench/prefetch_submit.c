@@ -13,29 +13,29 @@ int main(int argc, char **argv)
 	if (argc != 4)
 		return 2;
 	slurm_init(NULL);
-	for (int number = 0; number < atoi(argv[1]); number++) {
-		submit_response_msg_t *answer = NULL;
+	for (int job_index = 0; job_index < atoi(argv[1]); job_index++) {
+		submit_response_msg_t *response = NULL;
 		job_desc_msg_t job;
 
 		slurm_init_job_desc_msg(&job);
-		snprintf(comment, sizeof(comment), "stage=/shared/alice/%d.sqsh", number);
-		snprintf(name, sizeof(name), "job%d", number);
+		snprintf(comment, sizeof(comment), "stage=/shared/alice/%d.sqsh", job_index);
+		snprintf(name, sizeof(name), "job%d", job_index);
 		job.name = name;
 		job.comment = comment;
 		job.user_id = job.group_id = atoi(argv[2]);
-		job.min_nodes = 1 + number % atoi(argv[3]);
-		job.time_limit = 10 + number % 1000;
+		job.min_nodes = 1 + job_index % atoi(argv[3]);
+		job.time_limit = 10 + job_index % 1000;
 		job.shared = 0;
 		job.work_dir = "/";
 		job.std_out = "/dev/null";
 		job.environment = environment;
 		job.env_size = 1;
 		job.script = "#!/bin/sh\n";
-		if (slurm_submit_batch_job(&job, &answer)) {
+		if (slurm_submit_batch_job(&job, &response)) {
 			slurm_perror("slurm_submit_batch_job");
 			return 1;
 		}
-		slurm_free_submit_response_response_msg(answer);
+		slurm_free_submit_response_response_msg(response);
 	}
 	return 0;
 }

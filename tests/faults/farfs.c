@@ -2,7 +2,7 @@
  *
  *     farfs FOLDER CONTROL MOUNTPOINT OPTIONS
  *
- * CONTROL is a file with words and numbers, read anew at each call; see `told` below for the words.
+ * CONTROL is a file with words and numbers, read anew at each call; `read_control` has the words.
  * CONTROL.calls gets the name of each call. OPTIONS are those of mount(8).
  * To stop answering at all, stop the process. To be gone, kill it. */
 
@@ -20,9 +20,9 @@
 #include <time.h>
 #include <unistd.h>
 
-static int folder; /* all paths are relative to it */
-static int calls;  /* the file of names */
-static const char *control;
+static int source_fd; /* all paths are relative to it */
+static int calls_fd;  /* the file of names */
+static const char *control_path;
 
 /* What CONTROL says of a word; 0 where it says nothing.
  *     reads N    each read waits N ms; -1 waits until it says otherwise
@@ -48,61 +48,62 @@ static const char *control;
  *     quota N    of N MiB and more in one file nothing is written: EDQUOT
  *     links 1    there are no hard links
  *     links 2    nor a rename that replaces nothing */
-static int told(const char *wanted)
+static int read_control(const char *word)
 {
-    char word[32];
-    int number, found = 0;
-    FILE *file = fopen(control, "r");
-    while (file && !found && fscanf(file, "%31s %d", word, &number) == 2)
-        if (!strcmp(word, wanted))
-            found = number;
+    char found_word[32];
+    int number, value = 0;
+    FILE *file = fopen(control_path, "r");
+    while (file && !value && fscanf(file, "%31s %d", found_word, &number) == 2)
+        if (!strcmp(found_word, word))
+            value = number;
     if (file)
         fclose(file);
-    return found;
+    return value;
 }
 
-static const char *below(const char *path)
+static const char *relative_path(const char *path)
 {
     return path[1] ? path + 1 : ".";
 }
 
-static void begin(const char *name)
+static void log_call(const char *name)
 {
-    dprintf(calls, "%s\n", name);
-    usleep(told("delay") * 1000);
+    dprintf(calls_fd, "%s\n", name);
+    usleep(read_control("delay") * 1000);
 }
 
 /* Whether root, being nobody, gets through the folders above and has these rights itself. */
-static int squashed(const char *path, mode_t rights)
+static int check_squashed_access(const char *path, mode_t rights)
 {
-    struct stat facts;
-    char above[4096];
-    if (fuse_get_context()->uid != 0 || !told("squash"))
+    struct stat status;
+    char parent[4096];
+    if (fuse_get_context()->uid != 0 || !read_control("squash"))
         return 0;
-    for (const char *at = path; (at = strchr(at + 1, '/'));) {
-        snprintf(above, sizeof above, "%.*s", (int)(at - path), path);
-        if (fstatat(folder, below(above), &facts, 0) || !(facts.st_mode & 1))
+    for (const char *slash = path; (slash = strchr(slash + 1, '/'));) {
+        snprintf(parent, sizeof parent, "%.*s", (int)(slash - path), path);
+        if (fstatat(source_fd, relative_path(parent), &status, 0) || !(status.st_mode & 1))
             return -EACCES;
     }
-    if (rights && (fstatat(folder, below(path), &facts, 0) || !(facts.st_mode & rights)))
+    if (rights &&
+        (fstatat(source_fd, relative_path(path), &status, 0) || !(status.st_mode & rights)))
         return -EACCES;
     return 0;
 }
 
 /* Where nodes and no server set the times: what happened to a file now happened by our clock. */
-static void set_times(int fd, const char *path)
+static void set_file_times(int fd, const char *path)
 {
-    int seconds = told("ahead");
+    int ahead_s = read_control("ahead");
     struct timespec times[2];
-    if (!seconds)
+    if (!ahead_s)
         return;
     clock_gettime(CLOCK_REALTIME, &times[0]);
-    times[0].tv_sec += seconds;
+    times[0].tv_sec += ahead_s;
     times[1] = times[0];
     if (fd >= 0)
         futimens(fd, times);
     else
-        utimensat(folder, below(path), times, AT_SYMLINK_NOFOLLOW);
+        utimensat(source_fd, relative_path(path), times, AT_SYMLINK_NOFOLLOW);
 }
 
 static void *far_init(struct fuse_conn_info *conn, struct fuse_config *config)
@@ -114,33 +115,34 @@ static void *far_init(struct fuse_conn_info *conn, struct fuse_config *config)
     return NULL;
 }
 
-static int far_getattr(const char *path, struct stat *facts, struct fuse_file_info *info)
+static int far_getattr(const char *path, struct stat *status, struct fuse_file_info *info)
 {
-    static atomic_int looks;
-    begin("getattr");
+    static atomic_int getattr_count;
+    log_call("getattr");
     /* Of a file that somebody has opened, as over NFS: no folder is in the way. */
-    int error = info && told("squash") == 1 ? 0 : squashed(path, 0);
+    int error = info && read_control("squash") == 1 ? 0 : check_squashed_access(path, 0);
     if (error)
         return error;
-    if (info ? fstat(info->fh, facts) : fstatat(folder, below(path), facts, AT_SYMLINK_NOFOLLOW))
+    if (info ? fstat(info->fh, status)
+             : fstatat(source_fd, relative_path(path), status, AT_SYMLINK_NOFOLLOW))
         return -errno;
-    if (told("seconds"))
-        facts->st_mtim.tv_nsec = facts->st_ctim.tv_nsec = 0;
-    facts->st_mtim.tv_sec -= told("ago");
-    facts->st_ctim.tv_sec -= told("ago");
-    if (told("inodes"))
-        facts->st_ino += 1000 * ++looks;
-    if (told("alike") && S_ISREG(facts->st_mode)) {
-        facts->st_ino = 77;
-        facts->st_nlink = 2;
-        facts->st_mtim = facts->st_ctim = (struct timespec){1000000000, 0};
+    if (read_control("seconds"))
+        status->st_mtim.tv_nsec = status->st_ctim.tv_nsec = 0;
+    status->st_mtim.tv_sec -= read_control("ago");
+    status->st_ctim.tv_sec -= read_control("ago");
+    if (read_control("inodes"))
+        status->st_ino += 1000 * ++getattr_count;
+    if (read_control("alike") && S_ISREG(status->st_mode)) {
+        status->st_ino = 77;
+        status->st_nlink = 2;
+        status->st_mtim = status->st_ctim = (struct timespec){1000000000, 0};
     }
-    if (S_ISREG(facts->st_mode))
-        facts->st_size += told("longer");
-    if (S_ISREG(facts->st_mode) && told("blockless"))
-        facts->st_blocks = 0;
-    if (told("unlinked"))
-        facts->st_nlink = 0;
+    if (S_ISREG(status->st_mode))
+        status->st_size += read_control("longer");
+    if (S_ISREG(status->st_mode) && read_control("blockless"))
+        status->st_blocks = 0;
+    if (read_control("unlinked"))
+        status->st_nlink = 0;
     return 0;
 }
 
@@ -148,86 +150,90 @@ static int far_readdir(const char *path, void *out, fuse_fill_dir_t fill, off_t 
                        struct fuse_file_info *info, enum fuse_readdir_flags flags)
 {
     (void)offset, (void)info, (void)flags;
-    begin("readdir");
-    int fd = openat(folder, below(path), O_RDONLY | O_DIRECTORY);
-    DIR *open = fd < 0 ? NULL : fdopendir(fd);
-    if (!open)
+    log_call("readdir");
+    int fd = openat(source_fd, relative_path(path), O_RDONLY | O_DIRECTORY);
+    DIR *directory = fd < 0 ? NULL : fdopendir(fd);
+    if (!directory)
         return -errno;
-    for (struct dirent *entry; (entry = readdir(open));)
+    for (struct dirent *entry; (entry = readdir(directory));)
         fill(out, entry->d_name, NULL, 0, 0);
-    closedir(open);
+    closedir(directory);
     return 0;
 }
 
 static int far_open(const char *path, struct fuse_file_info *info)
 {
-    begin("open");
-    int error = squashed(path, 4);
+    log_call("open");
+    int error = check_squashed_access(path, 4);
     if (error)
         return error;
-    int fd = openat(folder, below(path), info->flags & (O_ACCMODE | O_TRUNC));
+    int fd = openat(source_fd, relative_path(path), info->flags & (O_ACCMODE | O_TRUNC));
     info->fh = fd;
     /* Else each open waits for all reads of others that are under way. */
-    info->keep_cache = told("hold") != 0;
+    info->keep_cache = read_control("hold") != 0;
     /* Else the kernel takes what is short for the end, or makes it longer by zeros. */
-    info->direct_io = told("short") || told("eintr") || told("longer");
+    info->direct_io = read_control("short") || read_control("eintr") || read_control("longer");
     return fd < 0 ? -errno : 0;
 }
 
-static void wait_as_told(void)
+static void wait_for_read(void)
 {
-    static atomic_int reads;
-    int waited = 0, wait = 0;
-    if (reads++ % 8 == 0)
-        usleep(told("stalls") * 1000);
-    while ((wait = told("reads")) < 0 || waited < wait) {
+    static atomic_int read_count;
+    int waited_ms = 0, wait_ms = 0;
+    if (read_count++ % 8 == 0)
+        usleep(read_control("stalls") * 1000);
+    while ((wait_ms = read_control("reads")) < 0 || waited_ms < wait_ms) {
         usleep(5000);
-        waited += 5;
+        waited_ms += 5;
     }
 }
 
 /* Where an image has what is not needed to start it: its small files and tables are at the end. */
 static int is_held(int fd, off_t end)
 {
-    struct stat facts;
-    off_t from = (off_t)told("hold") << 20;
-    return from && end > from && !fstat(fd, &facts) && end <= facts.st_size - (4 << 20);
+    struct stat status;
+    off_t hold_bytes = (off_t)read_control("hold") << 20;
+    return hold_bytes && end > hold_bytes && !fstat(fd, &status) &&
+           end <= status.st_size - (4 << 20);
 }
 
 static int far_read(const char *path, char *out, size_t size, off_t offset,
                     struct fuse_file_info *info)
 {
-    static atomic_int reads;
+    static atomic_int read_count;
     (void)path;
-    begin("read");
-    wait_as_told();
+    log_call("read");
+    wait_for_read();
     if (is_held(info->fh, offset + (off_t)size))
-        begin("held");
+        log_call("held");
     while (is_held(info->fh, offset + (off_t)size))
         usleep(5000);
-    int most = told("short"), each = told("eintr");
-    if (told("squash") == 2 && fuse_get_context()->uid == 0)
+    int max_bytes = read_control("short"), interval = read_control("eintr");
+    if (read_control("squash") == 2 && fuse_get_context()->uid == 0)
         return -EACCES;
-    if (each && ++reads % each == 0)
+    if (interval && ++read_count % interval == 0)
         return -EINTR;
-    ssize_t count = pread(info->fh, out, most && size > (size_t)most ? (size_t)most : size, offset);
-    for (ssize_t at = offset < 4096 ? 4096 - offset : 0; at < count && told("forges"); at++)
-        out[at] ^= 1;
+    ssize_t count = pread(info->fh, out,
+                          max_bytes && size > (size_t)max_bytes ? (size_t)max_bytes : size, offset);
+    for (ssize_t index = offset < 4096 ? 4096 - offset : 0; index < count && read_control("forges");
+         index++)
+        out[index] ^= 1;
     return count < 0 ? -errno : count;
 }
 
 static off_t far_lseek(const char *path, off_t offset, int whence, struct fuse_file_info *info)
 {
-    struct stat facts;
-    off_t found = offset, later = (off_t)told("later") << 10;
+    struct stat status;
+    off_t found = offset, later_bytes = (off_t)read_control("later") << 10;
     (void)path;
-    begin("lseek");
-    if (fstat(info->fh, &facts))
+    log_call("lseek");
+    if (fstat(info->fh, &status))
         return -errno;
-    if (told("nodata") || later || told("same")) {
-        if (later)
-            found = whence == SEEK_DATA ? offset + later : facts.st_size;
-        return told("nodata") || offset >= facts.st_size || found > facts.st_size ? -ENXIO : found;
+    if (read_control("nodata") || later_bytes || read_control("same")) {
+        if (later_bytes)
+            found = whence == SEEK_DATA ? offset + later_bytes : status.st_size;
+        return read_control("nodata") || offset >= status.st_size || found > status.st_size ? -ENXIO
+                                                                                            : found;
     }
     found = lseek(info->fh, offset, whence);
     return found < 0 ? -errno : found;
@@ -237,7 +243,7 @@ static int far_flush(const char *path, struct fuse_file_info *info)
 {
     /* close(2) asks the server, as on Lustre. */
     (void)path, (void)info;
-    begin("flush");
+    log_call("flush");
     return 0;
 }
 
@@ -248,86 +254,89 @@ static int far_release(const char *path, struct fuse_file_info *info)
 }
 
 /* What was made is the caller's, who could make it: that is the kernel's to say. */
-static int made(const char *path, int result)
+static int give_to_caller(const char *path, int result)
 {
     struct fuse_context *caller = fuse_get_context();
     if (result < 0)
         return -errno;
-    uid_t nobody = caller->uid == 0 && told("squash") ? 65534 : caller->uid;
-    fchownat(folder, below(path), nobody, caller->gid, AT_SYMLINK_NOFOLLOW);
+    uid_t owner = caller->uid == 0 && read_control("squash") ? 65534 : caller->uid;
+    fchownat(source_fd, relative_path(path), owner, caller->gid, AT_SYMLINK_NOFOLLOW);
     return 0;
 }
 
 static int far_create(const char *path, mode_t mode, struct fuse_file_info *info)
 {
-    begin("create");
-    int fd = openat(folder, below(path), O_CREAT | (info->flags & (O_ACCMODE | O_EXCL)), mode);
+    log_call("create");
+    int fd = openat(source_fd, relative_path(path), O_CREAT | (info->flags & (O_ACCMODE | O_EXCL)),
+                    mode);
     info->fh = fd;
     if (fd >= 0)
-        set_times(fd, path);
-    return made(path, fd);
+        set_file_times(fd, path);
+    return give_to_caller(path, fd);
 }
 
 static int far_write(const char *path, const char *data, size_t size, off_t offset,
                      struct fuse_file_info *info)
 {
-    begin("write");
-    off_t most = (off_t)told("quota") << 20;
-    if (most && offset + (off_t)size > most)
+    log_call("write");
+    off_t quota_bytes = (off_t)read_control("quota") << 20;
+    if (quota_bytes && offset + (off_t)size > quota_bytes)
         return -EDQUOT;
     ssize_t count = pwrite(info->fh, data, size, offset);
-    set_times(info->fh, path);
+    set_file_times(info->fh, path);
     return count < 0 ? -errno : count;
 }
 
 static int far_mkdir(const char *path, mode_t mode)
 {
-    begin("mkdir");
-    return made(path, mkdirat(folder, below(path), mode));
+    log_call("mkdir");
+    return give_to_caller(path, mkdirat(source_fd, relative_path(path), mode));
 }
 
 static int far_unlink(const char *path)
 {
-    begin("unlink");
-    return unlinkat(folder, below(path), 0) ? -errno : 0;
+    log_call("unlink");
+    return unlinkat(source_fd, relative_path(path), 0) ? -errno : 0;
 }
 
-static int far_link(const char *path, const char *other)
+static int far_link(const char *path, const char *target)
 {
-    begin("link");
-    if (told("links"))
+    log_call("link");
+    if (read_control("links"))
         return -EPERM;
-    return linkat(folder, below(path), folder, below(other), 0) ? -errno : 0;
+    return linkat(source_fd, relative_path(path), source_fd, relative_path(target), 0) ? -errno : 0;
 }
 
-static int far_rename(const char *path, const char *other, unsigned int flags)
+static int far_rename(const char *path, const char *target, unsigned int flags)
 {
-    begin("rename");
-    if (flags && told("links") == 2)
+    log_call("rename");
+    if (flags && read_control("links") == 2)
         return -EINVAL;
-    return renameat2(folder, below(path), folder, below(other), flags) ? -errno : 0;
+    return renameat2(source_fd, relative_path(path), source_fd, relative_path(target), flags)
+               ? -errno
+               : 0;
 }
 
 static int far_chmod(const char *path, mode_t mode, struct fuse_file_info *info)
 {
     (void)info;
-    return fchmodat(folder, below(path), mode, 0) ? -errno : 0;
+    return fchmodat(source_fd, relative_path(path), mode, 0) ? -errno : 0;
 }
 
 static int far_utimens(const char *path, const struct timespec times[2],
                        struct fuse_file_info *info)
 {
     (void)info;
-    if (utimensat(folder, below(path), times, AT_SYMLINK_NOFOLLOW))
+    if (utimensat(source_fd, relative_path(path), times, AT_SYMLINK_NOFOLLOW))
         return -errno;
     if (times[1].tv_nsec == UTIME_NOW)
-        set_times(-1, path);
+        set_file_times(-1, path);
     return 0;
 }
 
 static int far_truncate(const char *path, off_t size, struct fuse_file_info *info)
 {
-    int fd = info ? -1 : openat(folder, below(path), O_WRONLY);
+    int fd = info ? -1 : openat(source_fd, relative_path(path), O_WRONLY);
     int error = ftruncate(info ? (int)info->fh : fd, size) ? -errno : 0;
     if (!info)
         close(fd);
@@ -355,15 +364,15 @@ int main(int argc, char **argv)
         .utimens = far_utimens,
         .truncate = far_truncate,
     };
-    char names[4096];
-    if (argc != 5 || (folder = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
+    char calls_path[4096];
+    if (argc != 5 || (source_fd = open(argv[1], O_PATH | O_DIRECTORY)) < 0) {
         fprintf(stderr, "usage: farfs FOLDER CONTROL MOUNTPOINT OPTIONS\n");
         return 2;
     }
-    control = argv[2];
-    snprintf(names, sizeof names, "%s.calls", control);
-    if ((calls = open(names, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644)) < 0) {
-        perror(names);
+    control_path = argv[2];
+    snprintf(calls_path, sizeof calls_path, "%s.calls", control_path);
+    if ((calls_fd = open(calls_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644)) < 0) {
+        perror(calls_path);
         return 1;
     }
     char *options[] = {argv[0], "-o", argv[4]};

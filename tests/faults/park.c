@@ -26,68 +26,75 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define PAGE 4096
+#define PAGE_BYTES 4096
 #define PAGES (1 << 20)
 
-static int asked[2], go[2]; /* a byte for each page: somebody wants it, it may come */
+/* A byte for each page: a reader waits for it; it may be given. */
+static int request_pipe[2], release_pipe[2];
 
-static int far_getattr(const char *path, struct stat *st, struct fuse_file_info *file)
+static int memory_getattr(const char *path, struct stat *st, struct fuse_file_info *file)
 {
 	(void)file;
 	memset(st, 0, sizeof *st);
 	st->st_mode = path[1] ? S_IFREG | 0444 : S_IFDIR | 0755;
 	st->st_uid = getuid();
-	st->st_size = (off_t)PAGES * PAGE;
+	st->st_size = (off_t)PAGES * PAGE_BYTES;
 	return strcmp(path, "/memory") == 0 || !path[1] ? 0 : -ENOENT;
 }
 
-static int far_read(const char *path, char *out, size_t size, off_t at, struct fuse_file_info *file)
+static int memory_read(const char *path, char *out, size_t size, off_t offset,
+		       struct fuse_file_info *file)
 {
 	char byte = 0;
 
-	(void)path, (void)at, (void)file;
+	(void)path, (void)offset, (void)file;
 	memset(out, 'W', size);
-	return write(asked[1], &byte, 1) == 1 && read(go[0], &byte, 1) == 1 ? (int)size : -EIO;
+	return write(request_pipe[1], &byte, 1) == 1 && read(release_pipe[0], &byte, 1) == 1
+		       ? (int)size
+		       : -EIO;
 }
 
-static void serve(char *name, const char *point)
+static void serve_memory(char *name, const char *mount_point)
 {
-	static const struct fuse_operations calls = {.getattr = far_getattr, .read = far_read};
+	static const struct fuse_operations operations = {.getattr = memory_getattr,
+							  .read = memory_read};
 	char *argv[] = {name, "-o", "fsname=park"};
 	struct fuse_args args = FUSE_ARGS_INIT(3, argv);
-	struct fuse *fuse = fuse_new(&args, &calls, sizeof calls, NULL);
+	struct fuse *fuse = fuse_new(&args, &operations, sizeof operations, NULL);
 
-	_exit(!fuse || fuse_mount(fuse, point) || fuse_loop(fuse));
+	_exit(!fuse || fuse_mount(fuse, mount_point) || fuse_loop(fuse));
 }
 
-static int fail(const char *what)
+static int report_error(const char *what)
 {
 	perror(what);
 	return 1;
 }
 
-static int park(const char *path, const char *how, const char *point, const bool *again)
+static int hold_inode(const char *path, const char *mode, const char *mount_point,
+		      const bool *is_repeated)
 {
 	char name[4096];
-	int memory = -1, lists = strcmp(how, "list") == 0, writes = strcmp(how, "write") == 0;
+	int memory_fd = -1, lists = strcmp(mode, "list") == 0, writes = strcmp(mode, "write") == 0;
 	int flags = lists ? O_RDONLY | O_DIRECTORY : writes ? O_RDWR : O_RDONLY;
 	int fd = lists ? -1 : open(path, flags | O_DIRECT);
 
-	snprintf(name, sizeof name, "%s/memory", point);
-	for (int i = 0; i < 1000 && (memory = open(name, O_RDONLY)) < 0; i++)
+	snprintf(name, sizeof name, "%s/memory", mount_point);
+	for (int i = 0; i < 1000 && (memory_fd = open(name, O_RDONLY)) < 0; i++)
 		usleep(10000);
-	if (memory < 0 || (fd < 0 && (fd = open(path, flags)) < 0))
-		return fail(path);
-	posix_fadvise(memory, 0, 0, POSIX_FADV_RANDOM); /* one page at a time */
-	for (off_t page = 0; page == 0 || *again; page = (page + 1) % PAGES) {
-		char *map = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory, page * PAGE);
+	if (memory_fd < 0 || (fd < 0 && (fd = open(path, flags)) < 0))
+		return report_error(path);
+	posix_fadvise(memory_fd, 0, 0, POSIX_FADV_RANDOM); /* one page at a time */
+	for (off_t page = 0; page == 0 || *is_repeated; page = (page + 1) % PAGES) {
+		char *map = mmap(NULL, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory_fd,
+				 page * PAGE_BYTES);
 		long n = map == MAP_FAILED ? -1
-			 : lists           ? syscall(SYS_getdents64, fd, map, PAGE)
-			 : writes          ? pwrite(fd, map, PAGE, PAGE)
-					   : pread(fd, map, PAGE, 0);
+			 : lists	   ? syscall(SYS_getdents64, fd, map, PAGE_BYTES)
+			 : writes	   ? pwrite(fd, map, PAGE_BYTES, PAGE_BYTES)
+					   : pread(fd, map, PAGE_BYTES, 0);
 		if (n < 0)
-			return fail(how);
-		munmap(map, PAGE);
+			return report_error(mode);
+		munmap(map, PAGE_BYTES);
 		lseek(fd, 0, SEEK_SET);
 	}
 	return 0;
@@ -95,38 +102,41 @@ static int park(const char *path, const char *how, const char *point, const bool
 
 int main(int argc, char **argv)
 {
-	bool *again = mmap(NULL, sizeof *again, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	int hold = argc > 4 ? atoi(argv[4]) : -1, status = 1, said = 0;
-	pid_t me = getpid(), server, parker;
+	bool *is_repeated = mmap(NULL, sizeof *is_repeated, PROT_READ | PROT_WRITE,
+				 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	int hold_ms = argc > 4 ? atoi(argv[4]) : -1, status = 1, is_reported = 0;
+	pid_t main_pid = getpid(), server_pid, holder_pid;
 	char byte = 0;
 
-	if (argc < 4 || again == MAP_FAILED || pipe(asked) || pipe(go))
+	if (argc < 4 || is_repeated == MAP_FAILED || pipe(request_pipe) || pipe(release_pipe))
 		return 2;
-	*again = hold >= 0;
-	if ((server = fork()) == 0) {
+	*is_repeated = hold_ms >= 0;
+	if ((server_pid = fork()) == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
-		serve(argv[0], argv[3]);
+		serve_memory(argv[0], argv[3]);
 	}
-	if ((parker = fork()) == 0) {
+	if ((holder_pid = fork()) == 0) {
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
-		close(asked[1]); /* so that the end of the others is seen */
-		_exit(getppid() == me ? park(argv[1], argv[2], argv[3], again) : 1);
+		close(request_pipe[1]); /* so that the end of the others is seen */
+		_exit(getppid() == main_pid ? hold_inode(argv[1], argv[2], argv[3], is_repeated)
+					    : 1);
 	}
-	for (bool on = true; waitpid(parker, &status, WNOHANG) == 0;) {
-		struct pollfd ready = {.fd = asked[0], .events = POLLIN}, over = {.events = POLLIN};
-		if (poll(&ready, 1, 20) <= 0)
+	for (bool is_holding = true; waitpid(holder_pid, &status, WNOHANG) == 0;) {
+		struct pollfd request = {.fd = request_pipe[0], .events = POLLIN},
+			      stdin_end = {.events = POLLIN};
+		if (poll(&request, 1, 20) <= 0)
 			continue;
-		if (!said++) {
+		if (!is_reported++) {
 			printf("parked\n");
 			fflush(stdout);
 		}
-		if (on && poll(&over, 1, hold) > 0)
-			on = *again = false;
-		if (read(asked[0], &byte, 1) != 1 || write(go[1], &byte, 1) != 1)
+		if (is_holding && poll(&stdin_end, 1, hold_ms) > 0)
+			is_holding = *is_repeated = false;
+		if (read(request_pipe[0], &byte, 1) != 1 || write(release_pipe[1], &byte, 1) != 1)
 			break;
 	}
-	kill(server, SIGKILL);
-	waitpid(server, NULL, 0);
+	kill(server_pid, SIGKILL);
+	waitpid(server_pid, NULL, 0);
 	char command[4200];
 	snprintf(command, sizeof command, "fusermount3 -uz '%s'", argv[3]);
 	if (system(command))

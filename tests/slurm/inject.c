@@ -10,13 +10,16 @@
 #include <sys/user.h>
 #include <sys/wait.h>
 
-#define PATH_AT 33 /* after the code below, to which its first instruction points */
+#define PATH_OFFSET 33 /* after the code below, to which its first instruction points */
 
-static const unsigned char execve_it[] = {
-	0x48, 0x8d, 0x3d, PATH_AT - 7, 0, 0, 0, /* lea  path(%rip), %rdi */
-	0x48, 0x31, 0xd2,                       /* xor  %rdx, %rdx */
-	0x52, 0x57, 0x48, 0x89, 0xe6,           /* argv: push NULL, push the path, mov %rsp, %rsi */
-	0xb8, 0x3b, 0, 0, 0, 0x0f, 0x05,        /* execve(2) */
+static const unsigned char EXECVE_CODE[] = {
+	0x48, 0x8d, 0x3d, PATH_OFFSET - 7,
+	0,    0,    0,	  /* lea  path(%rip), %rdi */
+	0x48, 0x31, 0xd2, /* xor  %rdx, %rdx */
+	0x52, 0x57, 0x48, 0x89,
+	0xe6, /* argv: push NULL, push the path, mov %rsp, %rsi */
+	0xb8, 0x3b, 0,	  0,
+	0,    0x0f, 0x05, /* execve(2) */
 };
 
 int main(int argc, char **argv)
@@ -25,11 +28,11 @@ int main(int argc, char **argv)
 	struct user_regs_struct regs;
 	long word;
 
-	if (argc != 3 || strlen(argv[2]) >= sizeof(code) - PATH_AT)
+	if (argc != 3 || strlen(argv[2]) >= sizeof(code) - PATH_OFFSET)
 		return 2;
 	pid_t pid = atoi(argv[1]);
-	memcpy(code, execve_it, sizeof(execve_it));
-	strcpy((char *)code + PATH_AT, argv[2]);
+	memcpy(code, EXECVE_CODE, sizeof(EXECVE_CODE));
+	strcpy((char *)code + PATH_OFFSET, argv[2]);
 	if (ptrace(PTRACE_ATTACH, pid, 0, 0) < 0 || waitpid(pid, NULL, 0) < 0 ||
 	    ptrace(PTRACE_GETREGS, pid, 0, &regs) < 0)
 		return perror("attach"), 1;

@@ -38,24 +38,27 @@
 
 #include "submit.h"
 
-#define MOST 32
+#define MAX_ITEMS 32
 
-static int report = -1;
-static char *report_name, *image, *save, *container, *flag, *context, *before, *between, *task, *cwd, *request,
-	*stands, *root, *rest;
-static char *args[MOST], *step_env[MOST];
-static int arg_count, env_count, tasks = 1, closed, leak, contained;
+static int report_fd = -1;
+static char *report_path, *image, *save, *container, *flag, *context, *before_command,
+	*between_command, *task_command, *step_directory, *request_uid, *task_directory, *task_root,
+	*rest_command;
+static char *plugin_arguments[MAX_ITEMS], *step_env[MAX_ITEMS];
+static int argument_count, env_count, task_count = 1;
+static int has_closed_streams, leaks_descriptors, is_contained;
 static uid_t uid = 4242;
 static gid_t gid = 4243, groups[] = {4243, 4244};
-static int this_task = -1;
-static char *first; /* the mount table before; the tasks inherit it, and it is no leak there */
+static int task_index = -1;
+/* The mount table before; the tasks inherit it, and it is no leak there. */
+static char *first_mounts;
 
 static void write_report(const char *kind, const char *format, va_list values)
 {
 	char *text = NULL, *line = NULL;
 
-	if (vasprintf(&text, format, values) < 0 ||
-	    asprintf(&line, "%s %s\n", kind, text) < 0 || write(report, line, strlen(line)) < 0)
+	if (vasprintf(&text, format, values) < 0 || asprintf(&line, "%s %s\n", kind, text) < 0 ||
+	    write(report_fd, line, strlen(line)) < 0)
 		abort();
 	free(text);
 	free(line);
@@ -74,7 +77,7 @@ REPORTER(slurm_info, "info")
 REPORTER(slurm_error, "error")
 REPORTER(slurm_verbose, "verbose")
 REPORTER(slurm_spank_log, "user")
-REPORTER(fact, "fact")
+REPORTER(report_fact, "fact")
 
 spank_context_t spank_context(void)
 {
@@ -110,40 +113,41 @@ spank_err_t spank_getenv(spank_t sp, const char *name, char *value, int size)
 	return ESPANK_ENV_NOEXIST;
 }
 
-static void drop_variable(const char *name)
+static void remove_variable(const char *name)
 {
 	size_t length = strlen(name);
-	int kept = 0;
+	int kept_count = 0;
 
 	for (int i = 0; i < env_count; i++)
 		if (strncmp(step_env[i], name, length) != 0 || step_env[i][length] != '=')
-			step_env[kept++] = step_env[i];
-	env_count = kept;
-	step_env[kept] = NULL;
+			step_env[kept_count++] = step_env[i];
+	env_count = kept_count;
+	step_env[kept_count] = NULL;
 }
 
 spank_err_t spank_unsetenv(spank_t sp, const char *name)
 {
-	int before = env_count;
+	int count_before = env_count;
 
 	(void)sp;
-	fact("unsetenv %s", name);
-	drop_variable(name);
-	return env_count < before ? ESPANK_SUCCESS : ESPANK_ENV_NOEXIST;
+	report_fact("unsetenv %s", name);
+	remove_variable(name);
+	return env_count < count_before ? ESPANK_SUCCESS : ESPANK_ENV_NOEXIST;
 }
 
 spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
 {
-	static char *made[256]; /* a sanitizer would call them leaks */
+	static char *variables[256]; /* a sanitizer would call them leaks */
 	static int count;
 	char *variable = NULL;
 
 	(void)sp;
-	fact("setenv %d %s=%s", overwrite, name, value);
-	if (env_count == MOST - 1 || count == 256 || asprintf(&variable, "%s=%s", name, value) < 0)
+	report_fact("setenv %d %s=%s", overwrite, name, value);
+	if (env_count == MAX_ITEMS - 1 || count == 256 ||
+	    asprintf(&variable, "%s=%s", name, value) < 0)
 		return ESPANK_ERROR;
-	drop_variable(name);
-	step_env[env_count++] = made[count++] = variable;
+	remove_variable(name);
+	step_env[env_count++] = variables[count++] = variable;
 	return ESPANK_SUCCESS;
 }
 
@@ -162,10 +166,10 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 		*va_arg(out, uint32_t *) = 77;
 	else if (item == S_JOB_STEPID)
 		*va_arg(out, uint32_t *) = 4294967291u; /* the batch script's */
-	else if (item == S_TASK_ID && this_task >= 0)
-		*va_arg(out, int *) = this_task;
+	else if (item == S_TASK_ID && task_index >= 0)
+		*va_arg(out, int *) = task_index;
 	else if (item == S_JOB_ENV)
-		*va_arg(out, char ***) = step_env; /* ends with NULL: MOST is never reached */
+		*va_arg(out, char ***) = step_env; /* ends with NULL: MAX_ITEMS is never reached */
 	else if (item == S_JOB_SUPPLEMENTARY_GIDS) {
 		*va_arg(out, gid_t **) = groups;
 		*va_arg(out, int *) = 2;
@@ -175,15 +179,15 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 	return result;
 }
 
-static void check(int result, const char *what)
+static void exit_on_error(int result, const char *what)
 {
 	if (result < 0) {
-		fact("broken %s: %m", what);
+		report_fact("broken %s: %m", what);
 		exit(2);
 	}
 }
 
-static char *mounts(void)
+static char *read_mount_table(void)
 {
 	size_t size = 1 << 20;
 	char *table = calloc(1, size);
@@ -195,35 +199,45 @@ static char *mounts(void)
 	return table;
 }
 
-static void read_arguments(int argc, char **argv)
+static void parse_arguments(int argc, char **argv)
 {
 	const struct {
 		const char *name;
 		char **value;
-	} known[] = {{"image", &image},	  {"save", &save},     {"container", &container}, {"flag", &flag},	      {"context", &context},
-		     {"before", &before}, {"between", &between}, {"task", &task},
-		     {"cwd", &cwd},	  {"request", &request},   {"stands", &stands},
-		     {"chroot", &root},	  {"rest", &rest}};
+	} options[] = {{"image", &image},
+		       {"save", &save},
+		       {"container", &container},
+		       {"flag", &flag},
+		       {"context", &context},
+		       {"before", &before_command},
+		       {"between", &between_command},
+		       {"task", &task_command},
+		       {"cwd", &step_directory},
+		       {"request", &request_uid},
+		       {"stands", &task_directory},
+		       {"chroot", &task_root},
+		       {"rest", &rest_command}};
 
 	for (int i = 2; i < argc; i++) {
 		char *value = strchr(argv[i], '=');
-		check(value && arg_count < MOST && env_count < MOST ? 0 : -1, argv[i]);
+		exit_on_error(value && argument_count < MAX_ITEMS && env_count < MAX_ITEMS ? 0 : -1,
+			      argv[i]);
 		*value++ = '\0';
-		for (size_t k = 0; k < sizeof(known) / sizeof(known[0]); k++)
-			if (strcmp(argv[i], known[k].name) == 0)
-				*known[k].value = value;
+		for (size_t k = 0; k < sizeof(options) / sizeof(options[0]); k++)
+			if (strcmp(argv[i], options[k].name) == 0)
+				*options[k].value = value;
 		if (strcmp(argv[i], "arg") == 0)
-			args[arg_count++] = value;
+			plugin_arguments[argument_count++] = value;
 		else if (strcmp(argv[i], "env") == 0)
 			step_env[env_count++] = value;
 		else if (strcmp(argv[i], "tasks") == 0)
-			tasks = atoi(value);
+			task_count = atoi(value);
 		else if (strcmp(argv[i], "closed") == 0)
-			closed = 1;
+			has_closed_streams = 1;
 		else if (strcmp(argv[i], "leak") == 0)
-			leak = 1;
+			leaks_descriptors = 1;
 		else if (strcmp(argv[i], "contained") == 0)
-			contained = 1;
+			is_contained = 1;
 	}
 }
 
@@ -233,24 +247,24 @@ static void hold_request(void)
 	struct sockaddr_un name = {.sun_family = AF_UNIX};
 	int listener = socket(AF_UNIX, SOCK_STREAM, 0), client = socket(AF_UNIX, SOCK_STREAM, 0);
 
-	snprintf(name.sun_path, sizeof(name.sun_path), "%s.sock", report_name);
-	check(bind(listener, (struct sockaddr *)&name, sizeof(name)), "bind");
-	check(chmod(name.sun_path, 0777), "chmod");
-	check(listen(listener, 1), "listen");
-	check(seteuid((uid_t)atoi(request)), "seteuid");
-	check(connect(client, (struct sockaddr *)&name, sizeof(name)), "connect");
-	check(seteuid(0), "seteuid");
-	check(accept(listener, NULL, NULL), "accept");
+	snprintf(name.sun_path, sizeof(name.sun_path), "%s.sock", report_path);
+	exit_on_error(bind(listener, (struct sockaddr *)&name, sizeof(name)), "bind");
+	exit_on_error(chmod(name.sun_path, 0777), "chmod");
+	exit_on_error(listen(listener, 1), "listen");
+	exit_on_error(seteuid((uid_t)atoi(request_uid)), "seteuid");
+	exit_on_error(connect(client, (struct sockaddr *)&name, sizeof(name)), "connect");
+	exit_on_error(seteuid(0), "seteuid");
+	exit_on_error(accept(listener, NULL, NULL), "accept");
 }
 
 /* As SlurmdParameters=contain_spank has it, since 24.05. */
-static int call_contained(void *arg)
+static int run_contained_user_init(void *arg)
 {
 	(void)arg;
-	check(seteuid(0), "seteuid");
-	check(unshare(CLONE_NEWNS), "unshare");
-	check(seteuid(uid), "seteuid");
-	fact("user_init %d", slurm_spank_user_init(NULL, arg_count, args));
+	exit_on_error(seteuid(0), "seteuid");
+	exit_on_error(unshare(CLONE_NEWNS), "unshare");
+	exit_on_error(seteuid(uid), "seteuid");
+	report_fact("user_init %d", slurm_spank_user_init(NULL, argument_count, plugin_arguments));
 	_exit(0);
 }
 
@@ -258,11 +272,13 @@ static void call_user_init(void)
 {
 	static char stack[1 << 20] __attribute__((aligned(16)));
 
-	if (!contained)
-		fact("user_init %d", slurm_spank_user_init(NULL, arg_count, args));
+	if (!is_contained)
+		report_fact("user_init %d",
+			    slurm_spank_user_init(NULL, argument_count, plugin_arguments));
 	else {
-		pid_t pid = clone(call_contained, stack + sizeof(stack), CLONE_VM | SIGCHLD, NULL);
-		check(waitpid(pid, NULL, 0), "clone");
+		pid_t pid = clone(run_contained_user_init, stack + sizeof(stack),
+				  CLONE_VM | SIGCHLD, NULL);
+		exit_on_error(waitpid(pid, NULL, 0), "clone");
 	}
 }
 
@@ -270,30 +286,30 @@ static void run_user_init(void)
 {
 	sigset_t all;
 
-	if (leak)
+	if (leaks_descriptors)
 		for (int fd = 10; fd < 1000; fd += 300)
-			check(dup2(report, fd), "dup2");
-	for (int fd = 0; closed && fd < 3; fd++)
+			exit_on_error(dup2(report_fd, fd), "dup2");
+	for (int fd = 0; has_closed_streams && fd < 3; fd++)
 		close(fd);
 	signal(SIGPIPE, SIG_IGN);
 	signal(SIGHUP, SIG_IGN);
 	sigfillset(&all);
 	sigprocmask(SIG_BLOCK, &all, NULL);
 	umask(0777);
-	check(setegid(gid), "setegid");
-	check(setgroups(2, groups), "setgroups");
-	check(seteuid(uid), "seteuid");
+	exit_on_error(setegid(gid), "setegid");
+	exit_on_error(setgroups(2, groups), "setgroups");
+	exit_on_error(seteuid(uid), "seteuid");
 	call_user_init();
-	fact("identity %d %d", geteuid(), getegid());
-	check(seteuid(0), "seteuid");
-	check(setegid(0), "setegid");
-	check(setgroups(0, NULL), "setgroups");
+	report_fact("identity %d %d", geteuid(), getegid());
+	exit_on_error(seteuid(0), "seteuid");
+	exit_on_error(setegid(0), "setegid");
+	exit_on_error(setgroups(0, NULL), "setgroups");
 	umask(022);
 	sigprocmask(SIG_UNBLOCK, &all, NULL);
-	fact("children %s", waitpid(-1, NULL, WNOHANG) < 0 ? "none" : "left");
+	report_fact("children %s", waitpid(-1, NULL, WNOHANG) < 0 ? "none" : "left");
 }
 
-static int descriptors(void)
+static int count_descriptors(void)
 {
 	int count = 0;
 
@@ -302,83 +318,84 @@ static int descriptors(void)
 	return count;
 }
 
-static void step_managers(int sig)
+static void ignore_signal(int sig)
 {
 	(void)sig;
 }
 
 static int run_task(void)
 {
-	int open_before = descriptors();
-	char *name = NULL;
-	gid_t own[MOST];
+	int open_before = count_descriptors();
+	char *table_path = NULL;
+	gid_t task_groups[MAX_ITEMS];
 	int count;
 
-	check(setgroups(1, (gid_t[]){4711}), "setgroups");
+	exit_on_error(setgroups(1, (gid_t[]){4711}), "setgroups");
 	/* A task of 24.11 has the handlers of its step manager until it runs its program. */
-	signal(SIGTERM, step_managers);
-	if (rest && this_task > 0) {
-		check(unshare(CLONE_NEWNS), "unshare");
-		check(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private");
-		check(system(rest) ? -1 : 0, "rest");
+	signal(SIGTERM, ignore_signal);
+	if (rest_command && task_index > 0) {
+		exit_on_error(unshare(CLONE_NEWNS), "unshare");
+		exit_on_error(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private");
+		exit_on_error(system(rest_command) ? -1 : 0, "rest");
 	}
-	if (root)
-		check(chroot(root), "chroot");
+	if (task_root)
+		exit_on_error(chroot(task_root), "chroot");
 	/* "/" is where setns(2) leaves it, where a job has its own namespace */
-	check(chdir(stands ? stands : "/"), "chdir");
-	fact("task %d", slurm_spank_task_init_privileged(NULL, arg_count, args));
+	exit_on_error(chdir(task_directory ? task_directory : "/"), "chdir");
+	report_fact("task %d",
+		    slurm_spank_task_init_privileged(NULL, argument_count, plugin_arguments));
 	for (int i = 0; i < env_count; i++)
-		fact("environ %s", step_env[i]);
-	char *stood = getcwd(NULL, 0);
-	fact("folder %s", stood);
-	free(stood);
-	fact("descriptors %d more", descriptors() - open_before);
-	count = getgroups(MOST, own);
-	fact("root %d %d %d %d %d %d", getuid(), geteuid(), getgid(), getegid(), count,
-	     count == 1 ? (int)own[0] : -1);
-	check(asprintf(&name, "%s.%d", report_name, this_task), "asprintf");
-	FILE *file = fopen(name, "we");
-	char *table = mounts();
+		report_fact("environ %s", step_env[i]);
+	char *working_directory = getcwd(NULL, 0);
+	report_fact("folder %s", working_directory);
+	free(working_directory);
+	report_fact("descriptors %d more", count_descriptors() - open_before);
+	count = getgroups(MAX_ITEMS, task_groups);
+	report_fact("root %d %d %d %d %d %d", getuid(), geteuid(), getgid(), getegid(), count,
+		    count == 1 ? (int)task_groups[0] : -1);
+	exit_on_error(asprintf(&table_path, "%s.%d", report_path, task_index), "asprintf");
+	FILE *file = fopen(table_path, "we");
+	char *table = read_mount_table();
 	fputs(table, file);
 	fclose(file);
 	free(table);
-	free(name);
-	return task ? system(task) : 0;
+	free(table_path);
+	return task_command ? system(task_command) : 0;
 }
 
 int main(int argc, char **argv)
 {
-	report_name = argv[1];
-	report = fcntl(open(report_name, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644),
-		       F_DUPFD_CLOEXEC, 100);
+	report_path = argv[1];
+	report_fd = fcntl(open(report_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644),
+			  F_DUPFD_CLOEXEC, 100);
 	if (argc > 3 && strcmp(argv[2], "submit") == 0) {
 		context = argv[3];
 		return submit(argc - 4, argv + 4);
 	}
-	read_arguments(argc, argv);
+	parse_arguments(argc, argv);
 	/* As on a node: what a task mounts would come back here if it left propagation as it is. */
-	check(unshare(CLONE_NEWNS), "unshare");
-	check(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private");
-	check(mount(NULL, "/", NULL, MS_REC | MS_SHARED, NULL), "shared");
-	fact("init %d", slurm_spank_init(NULL, arg_count, args));
-	if (cwd)
-		check(chdir(cwd), "cwd");
-	if (before)
-		check(system(before) ? -1 : 0, "before");
-	if (request)
+	exit_on_error(unshare(CLONE_NEWNS), "unshare");
+	exit_on_error(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private");
+	exit_on_error(mount(NULL, "/", NULL, MS_REC | MS_SHARED, NULL), "shared");
+	report_fact("init %d", slurm_spank_init(NULL, argument_count, plugin_arguments));
+	if (step_directory)
+		exit_on_error(chdir(step_directory), "cwd");
+	if (before_command)
+		exit_on_error(system(before_command) ? -1 : 0, "before");
+	if (request_uid)
 		hold_request();
-	first = mounts();
+	first_mounts = read_mount_table();
 	run_user_init();
-	if (between)
-		check(system(between) ? -1 : 0, "between");
-	for (this_task = 0; this_task < tasks; this_task++)
+	if (between_command)
+		exit_on_error(system(between_command) ? -1 : 0, "between");
+	for (task_index = 0; task_index < task_count; task_index++)
 		if (fork() == 0)
 			exit(run_task() ? 1 : 0);
-	for (int i = 0, status; i < tasks; i++)
-		fact("ended %d", wait(&status) > 0 ? status : -1);
-	char *last = mounts();
-	fact("mounts %s", strcmp(first, last) == 0 ? "same" : "changed");
-	free(first);
-	free(last);
+	for (int i = 0, status; i < task_count; i++)
+		report_fact("ended %d", wait(&status) > 0 ? status : -1);
+	char *last_mounts = read_mount_table();
+	report_fact("mounts %s", strcmp(first_mounts, last_mounts) == 0 ? "same" : "changed");
+	free(first_mounts);
+	free(last_mounts);
 	return 0;
 }

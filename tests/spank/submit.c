@@ -18,22 +18,22 @@
 
 #include "submit.h"
 
-#define MOST 64
+#define MAX_ITEMS 64
 
 extern const char plugin_name[]; /* SPANK_PLUGIN()'s */
 
 static struct {
 	struct spank_option option;
 	char *value; /* the last one */
-	int found;
-} known[MOST];
-static char *control[MOST]; /* NAME=VALUE */
-static int options, variables;
+	int is_given;
+} options[MAX_ITEMS];
+static char *control_variables[MAX_ITEMS]; /* NAME=VALUE */
+static int option_count, control_count;
 
 spank_err_t spank_option_register(spank_t sp, struct spank_option *option)
 {
 	(void)sp;
-	known[options++].option = *option;
+	options[option_count++].option = *option;
 	return ESPANK_SUCCESS;
 }
 
@@ -42,10 +42,11 @@ spank_err_t spank_job_control_unsetenv(spank_t sp, const char *name)
 	size_t length = strlen(name);
 
 	(void)sp;
-	for (int i = 0; i < variables; i++)
-		if (strncmp(control[i], name, length) == 0 && control[i][length] == '=') {
-			free(control[i]);
-			control[i] = control[--variables];
+	for (int i = 0; i < control_count; i++)
+		if (strncmp(control_variables[i], name, length) == 0 &&
+		    control_variables[i][length] == '=') {
+			free(control_variables[i]);
+			control_variables[i] = control_variables[--control_count];
 			return ESPANK_SUCCESS;
 		}
 	return ESPANK_ENV_NOEXIST;
@@ -55,12 +56,12 @@ spank_err_t spank_job_control_setenv(spank_t sp, const char *name, const char *v
 {
 	(void)overwrite;
 	spank_job_control_unsetenv(sp, name);
-	if (asprintf(&control[variables++], "%s=%s", name, value) < 0)
+	if (asprintf(&control_variables[control_count++], "%s=%s", name, value) < 0)
 		abort();
 	return ESPANK_SUCCESS;
 }
 
-static void variable_of(const struct spank_option *option, char name[128])
+static void format_variable(const struct spank_option *option, char name[128])
 {
 	snprintf(name, 128, "_SLURM_SPANK_OPTION_%s_%s", plugin_name, option->name);
 	for (char *c = name; *c; c++)
@@ -68,24 +69,24 @@ static void variable_of(const struct spank_option *option, char name[128])
 			*c = '_';
 }
 
-static void process(int i, char *value)
+static void process_option(int index, char *value)
 {
-	if (known[i].option.cb(known[i].option.val, value ? value : "", 0) != 0) {
-		fact("refused by the callback");
+	if (options[index].option.cb(options[index].option.val, value ? value : "", 0) != 0) {
+		report_fact("refused by the callback");
 		exit(255);
 	}
-	known[i].value = value;
-	known[i].found = 1;
+	options[index].value = value;
+	options[index].is_given = 1;
 }
 
 static void process_environment(void)
 {
-	for (int i = 0; i < options; i++) {
-		char name[128], longer[160];
-		variable_of(&known[i].option, name);
-		snprintf(longer, sizeof(longer), "SLURM_SPANK_%s", name);
-		if (getenv(longer))
-			process(i, strdup(getenv(longer)));
+	for (int i = 0; i < option_count; i++) {
+		char name[128], prefixed[160];
+		format_variable(&options[i].option, name);
+		snprintf(prefixed, sizeof(prefixed), "SLURM_SPANK_%s", name);
+		if (getenv(prefixed))
+			process_option(i, strdup(getenv(prefixed)));
 	}
 }
 
@@ -95,59 +96,61 @@ static void process_word(char *word)
 
 	if (equals)
 		*equals = '\0';
-	for (int i = 0; i < options; i++)
-		if (strcmp(known[i].option.name, word) == 0) {
-			process(i, equals ? equals + 1 : NULL);
+	for (int i = 0; i < option_count; i++)
+		if (strcmp(options[i].option.name, word) == 0) {
+			process_option(i, equals ? equals + 1 : NULL);
 			return;
 		}
-	fact("unknown option %s", word);
+	report_fact("unknown option %s", word);
 	exit(255);
 }
 
-static void end_part(int ac, char **av)
+static void finish_part(int ac, char **av)
 {
-	for (int i = 0; i < options; i++) {
+	for (int i = 0; i < option_count; i++) {
 		char name[128];
-		if (!known[i].found)
+		if (!options[i].is_given)
 			continue;
-		variable_of(&known[i].option, name);
-		setenv(name, known[i].value ? known[i].value : "", 1);
-		spank_job_control_setenv(NULL, name, known[i].value ? known[i].value : "(null)", 1);
+		format_variable(&options[i].option, name);
+		setenv(name, options[i].value ? options[i].value : "", 1);
+		spank_job_control_setenv(NULL, name, options[i].value ? options[i].value : "(null)",
+					 1);
 	}
-	fact("post_opt %d", slurm_spank_init_post_opt(NULL, ac, av));
-	fact("part %d", variables);
-	for (int i = 0; i < variables; i++) {
+	report_fact("post_opt %d", slurm_spank_init_post_opt(NULL, ac, av));
+	report_fact("part %d", control_count);
+	for (int i = 0; i < control_count; i++) {
 		char name[128];
 		snprintf(name, sizeof(name), "SLURM_SPANK_%.*s",
-			 (int)(strchr(control[i], '=') - control[i]), control[i]);
-		setenv(name, strchr(control[i], '=') + 1, 1);
-		for (char *c = control[i]; *c; c++) /* a line of the report each */
+			 (int)(strchr(control_variables[i], '=') - control_variables[i]),
+			 control_variables[i]);
+		setenv(name, strchr(control_variables[i], '=') + 1, 1);
+		for (char *c = control_variables[i]; *c; c++) /* a line of the report each */
 			if (*c == '\n')
 				*c = '\1';
-		fact("prolog SPANK_%s", control[i]);
+		report_fact("prolog SPANK_%s", control_variables[i]);
 	}
 }
 
 int submit(int argc, char **argv)
 {
-	char *args[MOST];
-	int arg_count = 0;
+	char *plugin_arguments[MAX_ITEMS];
+	int argument_count = 0;
 
 	for (int i = 0; i < argc; i++)
 		if (strncmp(argv[i], "arg=", 4) == 0)
-			args[arg_count++] = argv[i] + 4;
-	fact("init %d", slurm_spank_init(NULL, arg_count, args));
+			plugin_arguments[argument_count++] = argv[i] + 4;
+	report_fact("init %d", slurm_spank_init(NULL, argument_count, plugin_arguments));
 	process_environment();
 	for (int i = 0; i < argc; i++) {
 		if (strcmp(argv[i], ":") == 0) {
-			end_part(arg_count, args);
+			finish_part(argument_count, plugin_arguments);
 			process_environment();
 		} else if (strncmp(argv[i], "arg=", 4) != 0)
 			process_word(argv[i] + (strncmp(argv[i], "--", 2) == 0 ? 2 : 0));
 	}
-	end_part(arg_count, args);
+	finish_part(argument_count, plugin_arguments);
 	for (char **each = environ; *each; each++)
 		if (strncmp(*each, "SLURM_SPANK_", 12) == 0 || strncmp(*each, "_SLURM_SPANK", 12) == 0)
-			fact("environment %.60s", *each);
+			report_fact("environment %.60s", *each);
 	return 0;
 }

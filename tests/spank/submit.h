@@ -6,6 +6,6 @@
 int submit(int argc, char **argv);
 
 /* fake.c. A line of the report. */
-void fact(const char *format, ...);
+void report_fact(const char *format, ...);
 
 #endif

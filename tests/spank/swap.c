@@ -8,10 +8,10 @@
 int mount(const char *source, const char *target, const char *type, unsigned long flags,
 	  const void *data)
 {
-	const char *swap = flags == MS_BIND ? getenv("SWAP") : NULL;
+	const char *command = flags == MS_BIND ? getenv("SWAP") : NULL;
 
-	if (swap) {
-		if (system(swap))
+	if (command) {
+		if (system(command))
 			abort();
 		unsetenv("SWAP");
 	}

@@ -55,17 +55,17 @@ static char report_file[4096];
 static char unpack_directory[2048];
 static char importer[2048];
 /* No name here is the real program's: `forestage check` would take this for the real pyxis. */
-static char binds[2048], own[256], own_binds[4096];
-static char mounts[4096];
-static bool print_report, use_container = true;
+static char bind_directory[2048], user_bind_directory[256], user_bind_path[4096];
+static char container_mounts[4096];
+static bool prints_report, uses_container = true;
 
 /* What a step's tasks on a node have in common, as in pyxis. */
 static struct {
 	pthread_mutex_t mutex; /* robust: a task may be killed while it waits for the importer */
-	bool asked;
-	uint32_t ended;
-	char path[4096]; /* that the importer has named */
-} *common;
+	bool is_imported;
+	uint32_t ended_tasks;
+	char image_path[4096]; /* that the importer has named */
+} *shared;
 
 static int set_image(int val, const char *arg, int remote)
 {
@@ -77,7 +77,7 @@ static int set_image(int val, const char *arg, int remote)
 static int set_mounts(int val, const char *arg, int remote)
 {
 	(void)val, (void)remote;
-	snprintf(mounts, sizeof(mounts), "%s", arg ? arg : "");
+	snprintf(container_mounts, sizeof(container_mounts), "%s", arg ? arg : "");
 	return 0;
 }
 
@@ -108,15 +108,16 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 		if (strncmp(av[i], "report=", 7) == 0)
 			snprintf(report_file, sizeof(report_file), "%s", av[i] + 7);
 		else if (strcmp(av[i], "print") == 0)
-			print_report = true;
+			prints_report = true;
 		else if (strcmp(av[i], "container=no") == 0)
-			use_container = false;
+			uses_container = false;
 		else if (strncmp(av[i], "importer=", 9) == 0)
 			snprintf(importer, sizeof(importer), "%s", av[i] + 9);
 		else if (strncmp(av[i], "binds=", 6) == 0)
-			snprintf(binds, sizeof(binds), "%s", av[i] + 6);
+			snprintf(bind_directory, sizeof(bind_directory), "%s", av[i] + 6);
 		else if (strncmp(av[i], "own=", 4) == 0)
-			snprintf(own, sizeof(own), "/%s", av[i] + 4);
+			snprintf(user_bind_directory, sizeof(user_bind_directory), "/%s",
+				 av[i] + 4);
 		else if (strncmp(av[i], "unpack=", 7) == 0)
 			snprintf(unpack_directory, sizeof(unpack_directory), "%s", av[i] + 7);
 		else {
@@ -127,22 +128,23 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 	return 0;
 }
 
-static int make_common(void)
+static int make_shared_state(void)
 {
 	pthread_mutexattr_t attributes;
 
-	common = mmap(NULL, sizeof(*common), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	if (common == MAP_FAILED || pthread_mutexattr_init(&attributes) ||
+	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+		      0);
+	if (shared == MAP_FAILED || pthread_mutexattr_init(&attributes) ||
 	    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED) ||
 	    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST))
 		return -1;
-	return pthread_mutex_init(&common->mutex, &attributes);
+	return pthread_mutex_init(&shared->mutex, &attributes);
 }
 
 /* Where an importer may write, as pyxis has it: below a directory of the user's. */
 int slurm_spank_user_init(spank_t sp, int ac, char **av)
 {
-	char own[64];
+	char directory[64];
 	uid_t uid = geteuid();
 
 	(void)ac, (void)av;
@@ -151,10 +153,10 @@ int slurm_spank_user_init(spank_t sp, int ac, char **av)
 	if (!importer[0] || seteuid(0) < 0)
 		return 0;
 	mkdir(RUNTIME, 0755);
-	snprintf(own, sizeof(own), RUNTIME "/%u", uid);
-	if (mkdir(own, 0700) == 0 && chown(own, uid, (gid_t)-1) < 0)
-		slurm_error("pyxis stand-in: %s: %s", own, strerror(errno));
-	return seteuid(uid) < 0 || make_common() ? -1 : 0;
+	snprintf(directory, sizeof(directory), RUNTIME "/%u", uid);
+	if (mkdir(directory, 0700) == 0 && chown(directory, uid, (gid_t)-1) < 0)
+		slurm_error("pyxis stand-in: %s: %s", directory, strerror(errno));
+	return seteuid(uid) < 0 || make_shared_state() ? -1 : 0;
 }
 
 /* pyxis has this one, and for that alone Slurm keeps the option variables from the Epilog. */
@@ -165,10 +167,10 @@ int slurm_spank_job_epilog(spank_t sp, int ac, char **av)
 }
 
 /* The digest is made by a program that reads our very descriptor, not the path again. */
-static void sha256(int fd, char digest[65])
+static void hash_file(int fd, char digest[65])
 {
 	int out[2];
-	size_t have = 0;
+	size_t length = 0;
 	ssize_t n;
 
 	digest[0] = '\0';
@@ -182,9 +184,9 @@ static void sha256(int fd, char digest[65])
 		_exit(127);
 	}
 	close(out[1]);
-	while (have < 64 && (n = read(out[0], digest + have, 64 - have)) > 0)
-		have += (size_t)n;
-	digest[have == 64 ? 64 : 0] = '\0';
+	while (length < 64 && (n = read(out[0], digest + length, 64 - length)) > 0)
+		length += (size_t)n;
+	digest[length == 64 ? 64 : 0] = '\0';
 	close(out[0]);
 	if (child > 0)
 		waitpid(child, NULL, 0);
@@ -192,10 +194,10 @@ static void sha256(int fd, char digest[65])
 }
 
 /* Type and mount point of the file system the descriptor is on: shows whether a bind is used. */
-static void find_mount(int fd, char fs[64], char point[4096])
+static void find_mount_point(int fd, char fs[64], char point[4096])
 {
 	char line[8192], path[64];
-	int wanted = -1, id;
+	int mount_id = -1, id;
 	FILE *file;
 
 	snprintf(fs, 64, "?");
@@ -204,14 +206,14 @@ static void find_mount(int fd, char fs[64], char point[4096])
 	if ((file = fopen(path, "re"))) {
 		while (fgets(line, sizeof(line), file))
 			if (sscanf(line, "mnt_id: %d", &id) == 1)
-				wanted = id;
+				mount_id = id;
 		fclose(file);
 	}
 	if (!(file = fopen("/proc/self/mountinfo", "re")))
 		return;
 	while (fgets(line, sizeof(line), file)) {
 		char *type = strstr(line, " - ");
-		if (type && sscanf(line, "%d", &id) == 1 && id == wanted) {
+		if (type && sscanf(line, "%d", &id) == 1 && id == mount_id) {
 			sscanf(line, "%*d %*d %*s %*s %4095s", point);
 			sscanf(type, " - %63s", fs);
 		}
@@ -219,7 +221,7 @@ static void find_mount(int fd, char fs[64], char point[4096])
 	fclose(file);
 }
 
-static void print_string(FILE *out, const char *name, const char *value)
+static void print_json_string(FILE *out, const char *name, const char *value)
 {
 	fprintf(out, ", \"%s\": ", name);
 	if (!value) {
@@ -232,7 +234,7 @@ static void print_string(FILE *out, const char *name, const char *value)
 	fputc('"', out);
 }
 
-static void report(spank_t sp, int fd, const struct stat *st, const char *error)
+static void report_task(spank_t sp, int fd, const struct stat *st, const char *error)
 {
 	char digest[65] = "", node[256] = "", fs[64] = "?", point[4096] = "?", dev[32];
 	uint32_t job = 0, step = 0, task = 0;
@@ -248,20 +250,20 @@ static void report(spank_t sp, int fd, const struct stat *st, const char *error)
 	spank_getenv(sp, "SLURMD_NODENAME", node, sizeof(node));
 	snprintf(dev, sizeof(dev), "%u:%u", major(st->st_dev), minor(st->st_dev));
 	if (fd >= 0) {
-		sha256(fd, digest);
-		find_mount(fd, fs, point);
+		hash_file(fd, digest);
+		find_mount_point(fd, fs, point);
 	}
 	fprintf(out, "{\"job\": %u, \"step\": %d, \"task\": %u", job, (int)step, task);
 	fprintf(out, ", \"ino\": %ju, \"size\": %jd", (uintmax_t)st->st_ino, (intmax_t)st->st_size);
 	fprintf(out, ", \"uid\": %u, \"gid\": %u, \"mode\": %u", st->st_uid, st->st_gid,
 		st->st_mode & 07777);
-	print_string(out, "node", node);
-	print_string(out, "path", image);
-	print_string(out, "dev", dev);
-	print_string(out, "sha256", digest);
-	print_string(out, "mount_fs", fs);
-	print_string(out, "mount_point", point);
-	print_string(out, "error", error);
+	print_json_string(out, "node", node);
+	print_json_string(out, "path", image);
+	print_json_string(out, "dev", dev);
+	print_json_string(out, "sha256", digest);
+	print_json_string(out, "mount_fs", fs);
+	print_json_string(out, "mount_point", point);
+	print_json_string(out, "error", error);
 	fputs("}\n", out);
 	fclose(out);
 	/* One write with O_APPEND: lines of several tasks never mix. */
@@ -270,7 +272,7 @@ static void report(spank_t sp, int fd, const struct stat *st, const char *error)
 		slurm_error("pyxis stand-in: %s: %s", report_file, strerror(errno));
 	if (log >= 0)
 		close(log);
-	if (print_report && write(STDOUT_FILENO, line, size) < 0)
+	if (prints_report && write(STDOUT_FILENO, line, size) < 0)
 		slurm_error("pyxis stand-in: stdout: %s", strerror(errno));
 	free(line);
 }
@@ -286,7 +288,7 @@ static int write_file(const char *path, const char *text)
 }
 
 /* A user namespace in which the user has kept the uid and may mount. */
-static int unshare_mounts(void)
+static int enter_user_namespace(void)
 {
 	char map[64];
 	uid_t uid = geteuid();
@@ -306,7 +308,7 @@ static int unshare_mounts(void)
 }
 
 /* Lets a program that this process executes mount: over exec, only ambient capabilities last. */
-static int keep_sys_admin(void)
+static int raise_ambient_sys_admin(void)
 {
 	struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
 	struct __user_cap_data_struct sets[2];
@@ -322,7 +324,7 @@ static int keep_sys_admin(void)
 /* Mounts the open image on root. The server is the task's child and ends with it. */
 static int mount_image(int fd, const char *root)
 {
-	struct stat before, now;
+	struct stat before, after;
 	char path[64];
 	pid_t parent = getpid();
 
@@ -334,7 +336,7 @@ static int mount_image(int fd, const char *root)
 		int null = open("/dev/null", O_RDWR);
 		/* No daemon: it would escape proctrack/linuxproc and keep the mount for ever. */
 		if (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != parent ||
-		    keep_sys_admin() < 0)
+		    raise_ambient_sys_admin() < 0)
 			_exit(1);
 		/* srun waits for the end of all who have the task's stdout open. */
 		for (int i = 0; i < 3; i++)
@@ -344,7 +346,7 @@ static int mount_image(int fd, const char *root)
 		_exit(127);
 	}
 	for (int i = 0; server > 0 && i < MOUNT_SECONDS * 200; i++) {
-		if (stat(root, &now) == 0 && now.st_dev != before.st_dev)
+		if (stat(root, &after) == 0 && after.st_dev != before.st_dev)
 			return 0;
 		if (waitpid(server, NULL, WNOHANG) == server) {
 			errno = EIO;
@@ -359,13 +361,13 @@ static int mount_image(int fd, const char *root)
 /* Unpacks the image, by its path as the real one does, into a new directory. */
 static int unpack_image(char tree[4096])
 {
-	char parent[2064];
+	char directory[2064];
 	int status;
 
-	snprintf(parent, sizeof(parent), "%s/XXXXXX", unpack_directory);
-	if (!mkdtemp(parent))
+	snprintf(directory, sizeof(directory), "%s/XXXXXX", unpack_directory);
+	if (!mkdtemp(directory))
 		return -1;
-	snprintf(tree, 4096, "%s/tree", parent);
+	snprintf(tree, 4096, "%s/tree", directory);
 	pid_t child = fork();
 	if (child == 0) {
 		int null = open("/dev/null", O_RDWR);
@@ -385,13 +387,14 @@ static int unpack_image(char tree[4096])
  * SRC[:DST] of --container-mounts, with all that is mounted below. The image has to have DST: the
  * real one makes it, in an overlay.
  */
-static int bind_wanted(const char *root)
+static int bind_container_mounts(const char *root)
 {
-	char target[8192], *rest = mounts, *source;
+	char target[8192], *rest = container_mounts, *source;
 
 	while ((source = strsep(&rest, ","))) {
-		const char *place = strchr(source, ':') ? strchr(source, ':') + 1 : source;
-		snprintf(target, sizeof(target), "%s%.*s", root, (int)strcspn(place, ":"), place);
+		const char *destination = strchr(source, ':') ? strchr(source, ':') + 1 : source;
+		snprintf(target, sizeof(target), "%s%.*s", root, (int)strcspn(destination, ":"),
+			 destination);
 		source[strcspn(source, ":")] = '\0';
 		if (*source && mount(source, target, NULL, MS_BIND | MS_REC, NULL) < 0)
 			return -1;
@@ -411,12 +414,13 @@ static int bind_fstabs(const char *root, const char *folder)
 		return 0;
 	for (size_t i = 0; i < found.gl_pathc && !failed; i++) {
 		FILE *file = setmntent(found.gl_pathv[i], "re");
-		struct mntent *line;
+		struct mntent *entry;
 
-		while (file && !failed && (line = getmntent(file))) {
-			bool all = hasmntopt(line, "rbind");
-			snprintf(target, sizeof(target), "%s%s", root, line->mnt_dir);
-			failed = mount(line->mnt_fsname, target, NULL, MS_BIND | (all ? MS_REC : 0), NULL);
+		while (file && !failed && (entry = getmntent(file))) {
+			bool is_recursive = hasmntopt(entry, "rbind");
+			snprintf(target, sizeof(target), "%s%s", root, entry->mnt_dir);
+			failed = mount(entry->mnt_fsname, target, NULL,
+				       MS_BIND | (is_recursive ? MS_REC : 0), NULL);
 		}
 		if (file)
 			endmntent(file);
@@ -428,7 +432,8 @@ static int bind_fstabs(const char *root, const char *folder)
 /* Where the image has such directories, the node's own are seen, as enroot's hooks do it. */
 static int enter_image(int fd)
 {
-	static const char *const shown[] = {"proc", "sys", "dev", "tmp", "home", "shared"};
+	static const char *const node_directories[] = {"proc", "sys",  "dev",
+						       "tmp",  "home", "shared"};
 	/* A directory that every node has. What it held is out of sight in this namespace only. */
 	const char *root = "/mnt";
 	char target[64], source[16], tree[4096];
@@ -436,19 +441,20 @@ static int enter_image(int fd)
 
 	if (unpack_directory[0] && unpack_image(tree) < 0)
 		return -1;
-	if (unshare_mounts() < 0)
+	if (enter_user_namespace() < 0)
 		return -1;
 	if (unpack_directory[0] ? mount(tree, root, NULL, MS_BIND, NULL) : mount_image(fd, root))
 		return -1;
-	for (size_t i = 0; i < sizeof(shown) / sizeof(shown[0]); i++) {
-		snprintf(target, sizeof(target), "%s/%s", root, shown[i]);
-		snprintf(source, sizeof(source), "/%s", shown[i]);
+	for (size_t i = 0; i < sizeof(node_directories) / sizeof(node_directories[0]); i++) {
+		snprintf(target, sizeof(target), "%s/%s", root, node_directories[i]);
+		snprintf(source, sizeof(source), "/%s", node_directories[i]);
 		if (access(target, F_OK) == 0 && mount(source, target, NULL, MS_BIND | MS_REC, NULL) < 0)
 			return -1;
 	}
-	if (bind_wanted(root) < 0)
+	if (bind_container_mounts(root) < 0)
 		return -1;
-	if (binds[0] && (bind_fstabs(root, binds) < 0 || bind_fstabs(root, own_binds) < 0))
+	if (bind_directory[0] &&
+	    (bind_fstabs(root, bind_directory) < 0 || bind_fstabs(root, user_bind_path) < 0))
 		return -1;
 	if (chroot(root) < 0 || (chdir(cwd ? cwd : "/") < 0 && chdir("/") < 0))
 		return -1;
@@ -457,9 +463,9 @@ static int enter_image(int fd)
 }
 
 /* As enroot_deny_env has it: what the user says of these does not reach the importer. */
-static bool is_denied(const char *variable)
+static bool is_denied_variable(const char *variable)
 {
-	static const char *const denied[] = {
+	static const char *const denied_variables[] = {
 		"PATH=", "LD_LIBRARY_PATH=", "LD_PRELOAD=", "SLURM_PROCID=", "SLURM_LOCALID=",
 		"SLURM_TASK_PID=", "PMIX_RANK=", "PMI_FD=", "ENROOT_LIBRARY_PATH=",
 		"ENROOT_SYSCONF_PATH=", "ENROOT_RUNTIME_PATH=", "ENROOT_CACHE_PATH=",
@@ -467,8 +473,8 @@ static bool is_denied(const char *variable)
 		"ENROOT_TRANSFER_RETRIES=", "ENROOT_CONNECT_TIMEOUT=",
 		"ENROOT_MAX_CONNECTIONS=", "ENROOT_ALLOW_HTTP="};
 
-	for (size_t i = 0; i < sizeof(denied) / sizeof(denied[0]); i++)
-		if (strncmp(variable, denied[i], strlen(denied[i])) == 0)
+	for (size_t i = 0; i < sizeof(denied_variables) / sizeof(denied_variables[0]); i++)
+		if (strncmp(variable, denied_variables[i], strlen(denied_variables[i])) == 0)
 			return true;
 	return false;
 }
@@ -476,12 +482,12 @@ static bool is_denied(const char *variable)
 /* Runs the importer with the job's environment; its output goes to `out`. */
 static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
 {
-	char **job = NULL;
+	char **variables = NULL;
 	uid_t uid = 0;
 	gid_t gid = 0;
 	int status = -1;
 
-	spank_get_item(sp, S_JOB_ENV, &job);
+	spank_get_item(sp, S_JOB_ENV, &variables);
 	spank_get_item(sp, S_JOB_UID, &uid);
 	spank_get_item(sp, S_JOB_GID, &gid);
 	pid_t child = fork();
@@ -490,13 +496,13 @@ static int run_importer(spank_t sp, const char *verb, const char *uri, int out)
 				      setresuid(uid, uid, uid) < 0))
 			_exit(126);
 		const char *path = getenv("PATH");
-		char *kept = path ? strdup(path) : NULL;
+		char *path_copy = path ? strdup(path) : NULL;
 		clearenv(); /* what the step manager has is not the importer's */
-		if (kept)
-			setenv("PATH", kept, 1);
-		for (; job && *job; job++)
-			if (!is_denied(*job))
-				putenv(*job);
+		if (path_copy)
+			setenv("PATH", path_copy, 1);
+		for (; variables && *variables; variables++)
+			if (!is_denied_variable(*variables))
+				putenv(*variables);
 		setenv("PYXIS_RUNTIME_PATH", RUNTIME, 1);
 		int null = open("/dev/null", O_RDWR);
 		dup2(null, STDIN_FILENO);
@@ -512,33 +518,34 @@ static int ask_importer(spank_t sp)
 {
 	char uri[4096 + 16];
 	int ends[2];
-	FILE *said;
+	FILE *output;
 
 	snprintf(uri, sizeof(uri), "%s%s", strstr(image, "://") ? "" : "docker://", image);
 	if (pipe2(ends, O_CLOEXEC) < 0 || run_importer(sp, "get", uri, ends[1]) < 0)
 		return -1;
 	close(ends[1]);
-	if ((said = fdopen(ends[0], "r")) && fgets(common->path, sizeof(common->path), said))
-		common->path[strcspn(common->path, "\n")] = '\0';
-	if (said)
-		fclose(said);
-	return common->path[0] == '/' ? 0 : -1;
+	if ((output = fdopen(ends[0], "r")) &&
+	    fgets(shared->image_path, sizeof(shared->image_path), output))
+		shared->image_path[strcspn(shared->image_path, "\n")] = '\0';
+	if (output)
+		fclose(output);
+	return shared->image_path[0] == '/' ? 0 : -1;
 }
 
 /* Replaces `image` by that path. */
 static int import_image(spank_t sp)
 {
-	int locked = pthread_mutex_lock(&common->mutex);
+	int lock_error = pthread_mutex_lock(&shared->mutex);
 
-	if (locked == EOWNERDEAD)
-		pthread_mutex_consistent(&common->mutex);
-	else if (locked)
+	if (lock_error == EOWNERDEAD)
+		pthread_mutex_consistent(&shared->mutex);
+	else if (lock_error)
 		return -1;
-	if (!common->asked && ask_importer(sp) < 0)
-		common->path[0] = '\0';
-	common->asked = true;
-	snprintf(image, sizeof(image), "%s", common->path);
-	pthread_mutex_unlock(&common->mutex);
+	if (!shared->is_imported && ask_importer(sp) < 0)
+		shared->image_path[0] = '\0';
+	shared->is_imported = true;
+	snprintf(image, sizeof(image), "%s", shared->image_path);
+	pthread_mutex_unlock(&shared->mutex);
 	return image[0] ? 0 : -1;
 }
 
@@ -558,30 +565,31 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 
 	(void)ac, (void)av;
 	if (spank_getenv(sp, "PYXIS_STANDIN_PRINT", value, sizeof(value)) == ESPANK_SUCCESS)
-		print_report = strcmp(value, "1") == 0;
-	bool imported = importer[0] && image[0] && image[0] != '.' && image[0] != '/';
-	if (imported && import_image(sp) < 0) {
+		prints_report = strcmp(value, "1") == 0;
+	bool is_registry_image = importer[0] && image[0] && image[0] != '.' && image[0] != '/';
+	if (is_registry_image && import_image(sp) < 0) {
 		slurm_spank_log("pyxis stand-in: %s could not import the image", importer);
 		return -1;
 	}
 	if (image[0] != '.' && image[0] != '/')
 		return 0;
-	if (spank_getenv(sp, "ENROOT_CONFIG_PATH", own_binds, sizeof(own_binds)) &&
-	    spank_getenv(sp, "HOME", own_binds, sizeof(own_binds) - sizeof(own)) == ESPANK_SUCCESS)
-		strcat(own_binds, own);
+	if (spank_getenv(sp, "ENROOT_CONFIG_PATH", user_bind_path, sizeof(user_bind_path)) &&
+	    spank_getenv(sp, "HOME", user_bind_path,
+			 sizeof(user_bind_path) - sizeof(user_bind_directory)) == ESPANK_SUCCESS)
+		strcat(user_bind_path, user_bind_directory);
 
 	int fd = open(image, O_RDONLY | O_CLOEXEC);
 	if (fd < 0 || fstat(fd, &st) < 0)
 		error = errno;
-	if (report_file[0] || print_report)
-		report(sp, error ? -1 : fd, &st, error ? strerror(error) : NULL);
+	if (report_file[0] || prints_report)
+		report_task(sp, error ? -1 : fd, &st, error ? strerror(error) : NULL);
 	if (error) {
 		slurm_spank_log("pyxis stand-in: could not open %s: %s", image, strerror(error));
 		return -1;
 	}
 	spank_get_item(sp, S_JOB_STEPID, &step);
 	/* A batch script stays outside: in the image there is no srun for it. */
-	if (use_container && step != SLURM_BATCH_SCRIPT && is_squashfs(fd) &&
+	if (uses_container && step != SLURM_BATCH_SCRIPT && is_squashfs(fd) &&
 	    access("/dev/fuse", R_OK | W_OK) == 0 && enter_image(fd) < 0) {
 		slurm_spank_log("pyxis stand-in: could not start %s: %s", image,
 				strerror(errno));
@@ -598,7 +606,8 @@ int slurm_spank_task_exit(spank_t sp, int ac, char **av)
 
 	(void)ac, (void)av;
 	spank_get_item(sp, S_JOB_LOCAL_TASK_COUNT, &tasks);
-	if (common && ++common->ended == tasks && image[0] && image[0] != '.' && image[0] != '/')
+	if (shared && ++shared->ended_tasks == tasks && image[0] && image[0] != '.' &&
+	    image[0] != '/')
 		run_importer(sp, "release", NULL, -1);
 	return 0;
 }

@@ -10,27 +10,27 @@
 
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
-    const char *ahead = getenv("AHEAD");
-    int failed = (int)syscall(SYS_clock_gettime, clock, now);
-    if (!failed && ahead && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
-        now->tv_sec += atol(ahead);
-    return failed;
+    const char *ahead_s = getenv("AHEAD");
+    int error = (int)syscall(SYS_clock_gettime, clock, now);
+    if (!error && ahead_s && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+        now->tv_sec += atol(ahead_s);
+    return error;
 }
 
 int gettimeofday(struct timeval *restrict now, void *restrict zone)
 {
-    struct timespec found;
+    struct timespec time;
     (void)zone;
-    clock_gettime(CLOCK_REALTIME, &found);
-    *now = (struct timeval){found.tv_sec, found.tv_nsec / 1000};
+    clock_gettime(CLOCK_REALTIME, &time);
+    *now = (struct timeval){time.tv_sec, time.tv_nsec / 1000};
     return 0;
 }
 
 time_t time(time_t *now)
 {
-    struct timespec found;
-    clock_gettime(CLOCK_REALTIME, &found);
+    struct timespec now_time;
+    clock_gettime(CLOCK_REALTIME, &now_time);
     if (now)
-        *now = found.tv_sec;
-    return found.tv_sec;
+        *now = now_time.tv_sec;
+    return now_time.tv_sec;
 }
