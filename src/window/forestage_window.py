@@ -592,8 +592,8 @@ class _ConsumerPosition(NamedTuple):
     """Where a consumer is in its order; -1 before it has asked for anything."""
 
     file_list: _FileList
-    index: int
-    is_waiting: bool  # for the file at `index`
+    file_index: int
+    is_waiting: bool  # for the file at `file_index`
     ahead: int
     keep: int
     wrap: bool
