@@ -523,7 +523,7 @@ def test_last_unmount_of_a_step_keeps_the_job_directorys_file_system_mounted_unt
     assert_gone(dirs)
 
 
-def test_holder_of_a_deleted_lock_file_exits_and_leaves_the_file_system_writable(
+def test_job_directory_stays_writable_after_its_holder_lost_the_lock_file_and_exited(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_disk, "LOOK", 0.05)

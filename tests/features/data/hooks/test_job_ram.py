@@ -114,7 +114,7 @@ def test_concurrent_first_steps_start_one_holder_process_of_the_memory_directory
     assert holders(dirs) == [holder(dirs)]
 
 
-def test_holder_gives_each_of_many_tasks_a_clone_of_the_memory_mount(
+def test_memory_directory_holder_gives_each_of_many_tasks_a_clone_of_the_mount(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forestage.system.holder.MOST", 2)
@@ -196,7 +196,7 @@ def test_memory_job_directory_larger_than_the_jobs_memory_limit_is_declined(
         assert holders(dirs) == []
 
 
-def test_without_a_job_memory_limit_the_directory_may_have_half_of_the_available_memory(
+def test_memory_job_directory_without_a_job_limit_may_have_half_of_the_available_memory(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "read_job_memory_limit", lambda pid: None)
@@ -218,7 +218,7 @@ def test_memory_job_directory_is_declined_for_a_step_in_the_jobs_pid_namespace(
     monkeypatch.undo()
 
 
-def test_holder_that_cannot_mount_reports_the_error_and_the_next_step_retries(
+def test_memory_directory_holder_reports_a_mount_error_and_the_next_step_retries(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mount(*_: object) -> None:
@@ -234,7 +234,7 @@ def test_holder_that_cannot_mount_reports_the_error_and_the_next_step_retries(
 # --- requeue, cancel, crash
 
 
-def test_directory_of_a_killed_holder_is_declined_and_not_replaced_by_an_empty_directory(
+def test_memory_job_directory_of_a_killed_holder_is_declined_and_not_recreated_empty(
     dirs: Dirs,
 ) -> None:
     dirs.prolog(7, f"stage-dir=32M,ram stage={dirs.source}@seed:CACHE")
@@ -290,7 +290,7 @@ def test_epilog_before_the_first_step_removes_the_memory_job_directory(dirs: Dir
         job_dir.shown(dirs.on, dirs.job(7, ""))
 
 
-def test_holder_exits_once_its_lock_file_is_deleted(
+def test_memory_directory_holder_exits_once_its_lock_file_is_deleted(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_ram, "LOOK", 0.05)
@@ -309,7 +309,7 @@ def test_memory_job_directory_recorded_before_a_reboot_is_declined(
     assert "no directory of its own" in why(dirs)
 
 
-def test_holder_exits_after_an_epilog_without_python_marks_the_job_over(
+def test_memory_directory_holder_exits_after_an_epilog_without_python(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_ram, "LOOK", 0.05)

@@ -354,7 +354,7 @@ def test_sparse_files_of_a_directory_take_only_their_datas_space_and_evict_no_im
     ("name", "reason"),
     [("alice/none", "missing"), ("alice/file", "not-a-directory"), ("bob", "no-permission")],
 )
-def test_path_that_is_missing_a_file_or_unreadable_is_declined_with_that_reason(
+def test_directory_request_is_declined_as_missing_not_a_directory_or_no_permission(
     spank: Node, name: str, reason: str
 ) -> None:
     spank.put("alice/file", b"x")

@@ -579,7 +579,7 @@ def test_epilog_and_sweep_remove_the_scans_of_ended_jobs(cluster: Cluster, path:
     assert list(node.cache.looks.iterdir()) == []
 
 
-def test_scan_notice_without_a_stored_scan_returns_none(cluster: Cluster) -> None:
+def test_scan_notice_of_an_ended_job_is_not_stored(cluster: Cluster) -> None:
     one = SharedScan(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
     one.tell(ScanNotice("looked"))  # the job is over: its directory has gone
     assert one.kept() is None

@@ -81,7 +81,9 @@ def read(tree: DirectorySource) -> bytes:
     return bytes(memory[tree.made.starts[0] :][:5])
 
 
-def test_opening_a_directory_that_has_just_changed_scans_once_more_after_a_pause(top: Top) -> None:
+def test_opening_a_just_changed_directory_pauses_rescans_and_declines_a_further_change(
+    top: Top,
+) -> None:
     """However long ago by now: what was looked at may have changed within the same tick."""
     with pytest.raises(Declined) as caught:
         top.opened(0.0).open()
@@ -119,7 +121,7 @@ def test_directory_source_reads_each_file_at_its_offset_in_the_image(top: Top) -
         assert bytes(memory[start : start + file.size]) == there
 
 
-def test_unreadable_file_raises_with_its_name_and_leaves_the_buffer_zero(
+def test_directory_source_raises_the_name_of_an_unreadable_file_and_leaves_the_buffer_zero(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other files of the same request may have been read before: their process keeps them."""
@@ -142,7 +144,7 @@ def test_unreadable_file_raises_with_its_name_and_leaves_the_buffer_zero(
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_read_fails_if_the_file_reader_process_dies(
+def test_directory_source_read_fails_if_the_file_reader_process_dies(
     top: Top, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     if when == "meanwhile":
@@ -156,7 +158,7 @@ def test_read_fails_if_the_file_reader_process_dies(
         read(tree)
 
 
-def test_read_fails_if_the_file_reader_process_fills_too_few_bytes(
+def test_directory_source_read_fails_if_the_file_reader_process_fills_too_few_bytes(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree, real = top.opened(HOUR), os.preadv
@@ -209,7 +211,7 @@ def test_hard_link_broken_or_made_during_the_copy_is_declined_as_changed(
     assert caught.value.reason == "changed"
 
 
-def test_copy_by_another_nodes_scan_rechecks_all_hard_links_of_the_files_read(
+def test_copy_by_another_nodes_scan_checks_all_hard_links_of_the_files_read_again(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("b", "c"):
@@ -331,7 +333,7 @@ def test_sparse_file_written_after_the_scan_is_declined_as_changed(top: Top) -> 
     assert caught.value.reason == "changed"
 
 
-def test_copy_by_another_nodes_scan_rechecks_sparse_files(top: Top) -> None:
+def test_copy_by_another_nodes_scan_checks_sparse_files_again(top: Top) -> None:
     """It is not read, yet what is shown of it is this node's word."""
     tree = with_holes(top, {"hole": (30, [])})
     tree.lent = True

@@ -73,7 +73,7 @@ def test_user_thread_that_dies_raises_failed_instead_of_blocking(me: User) -> No
         user_threads.each_as(me, range(10_000), work)
 
 
-def test_results_of_user_threads_are_in_the_order_of_the_items(me: User) -> None:
+def test_user_threads_return_results_in_the_order_of_the_items(me: User) -> None:
     work: Callable[[int], int] = lambda number: -number  # noqa: E731
     assert user_threads.each_as(me, range(500), work) == [-number for number in range(500)]
     assert user_threads.each_as(me, [], work) == []

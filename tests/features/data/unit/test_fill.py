@@ -102,7 +102,7 @@ def test_archive_member_that_leaves_the_directory_raises(name: str) -> None:
         (stat.S_IFDIR, 0o700),
     ],
 )
-def test_mode_of_a_copied_file_adds_owner_write_and_drops_set_id_bits(
+def test_file_copied_into_the_job_directory_gains_owner_write_and_loses_set_id_bits(
     mode: int, expected: int
 ) -> None:
     assert copy_in.mode_of(mode) == expected

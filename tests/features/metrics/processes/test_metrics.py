@@ -64,7 +64,7 @@ def places(tmp_path: Path) -> NodePaths:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
-def test_rotated_log_loses_and_repeats_no_event(
+def test_metrics_count_each_event_once_across_log_rotations(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(log, "ROTATE_BYTES", 800)  # some eight events

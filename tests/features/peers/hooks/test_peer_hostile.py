@@ -327,7 +327,9 @@ def test_wait_for_another_threads_handshake_stops_once_the_chunk_came_another_wa
 
 
 @pytest.mark.parametrize("where", ["127.0.0.1:1", "no-such-host.invalid:7717", "[::1]:1"])
-def test_unreachable_peer_is_refused(client_of: ClientOf, impatient: None, where: str) -> None:
+def test_unreachable_peer_is_reported_as_refused(
+    client_of: ClientOf, impatient: None, where: str
+) -> None:
     assert why(client_of(where)) == "refused"
 
 
@@ -386,7 +388,7 @@ def test_chunk_corrupted_on_the_peers_disk_is_rejected_as_wrong(tmp_path: Path) 
         assert client.fetch(0) == DATA
 
 
-def test_file_lease_on_an_entry_makes_its_chunk_absent_without_waiting(node: Hooks) -> None:
+def test_chunk_of_an_entry_under_a_file_lease_is_absent_without_waiting(node: Hooks) -> None:
     path = node.put("alice/image.sqsh")
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key

@@ -117,7 +117,7 @@ def test_copy_uses_no_peers_in_a_job_of_two_nodes_by_default(
     assert bool(found.from_peers) is helped
 
 
-def test_copys_uploaded_bytes_count_only_its_key_during_the_copy(
+def test_copy_outcome_counts_uploaded_bytes_of_its_own_key_during_the_copy(
     task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads = UploadCountWriter(task.node.places.peer, since=1.0)

@@ -73,7 +73,9 @@ def test_second_session_with_the_same_secret_is_refused() -> None:
     held.add(session(secret=b"s"))
 
 
-def test_too_many_sessions_end_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_peer_session_ends_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     held = SessionTable()
     three = [session(float(n)) for n in range(3)]
@@ -100,7 +102,7 @@ def cut(lines: dict[str, Line]) -> set[str]:
     return {name for name, line in lines.items() if line.aborted}
 
 
-def test_connection_unproven_for_too_long_is_closed() -> None:
+def test_peer_connection_unproven_for_too_long_is_closed() -> None:
     held = UnprovenConnections()
     lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
     for name in ("known", "gone", "never seen"):

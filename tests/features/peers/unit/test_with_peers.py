@@ -315,7 +315,7 @@ def run_of(pair: Pair, fake: Fake) -> with_peers.PeerCopy:
     return with_peers.PeerCopy(pair.source, pair.part, TUNING, threading.Event(), fake)
 
 
-def test_late_wrong_piece_of_a_slow_peer_does_not_overwrite_a_complete_chunk(pair: Pair) -> None:
+def test_late_wrong_bytes_of_a_slow_peer_do_not_overwrite_a_complete_chunk(pair: Pair) -> None:
     """The slow liar has begun to write when another ask brings the chunk; then it goes on."""
     fake = Fake(pair.data, everything())
     run = run_of(pair, fake)

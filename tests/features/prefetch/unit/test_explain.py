@@ -31,7 +31,7 @@ def test_explain_of_a_prefetched_image_omits_the_saved_time_without_a_baseline()
     assert "that saved" not in text
 
 
-def test_explain_calls_a_prefetched_entry_an_ordinary_hit_after_its_first_job() -> None:
+def test_explain_shows_an_ordinary_hit_for_the_second_job_of_a_prefetched_entry() -> None:
     first = event(hit(), job=6)
     assert "expected since" not in printed(ahead(), first, event(hit()))
     assert "expected since" not in printed(event(hit()))

@@ -32,13 +32,15 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], 
     return write
 
 
-def test_group_of_the_user_names_its_nodes(groups: Callable[[Path], None], tmp_path: Path) -> None:
+def test_clustershell_group_of_the_user_is_expanded_to_its_nodes(
+    groups: Callable[[Path], None], tmp_path: Path
+) -> None:
     groups(tmp_path / "config/clustershell")
     assert warm.expand_nodes("@all,n7") == ("gpu1", "gpu2", "gpu3", "n7")
 
 
 @pytest.mark.parametrize("text", ["@all", "@*", "@no:such", "n[1-", ""])
-def test_sample_groups_of_the_interpreters_prefix_name_no_node(
+def test_sample_groups_of_clustershell_and_bad_node_sets_raise_value_error(
     groups: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))

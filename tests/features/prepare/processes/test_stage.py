@@ -30,7 +30,7 @@ def results(site: Site, *args: str, code: int = 0) -> list[str]:
     return [one["result"] for one in site.json("stage", *args, code=code)["images"]]
 
 
-def test_stage_copies_an_image_without_a_lease_and_then_has_a_hit(site: Site) -> None:
+def test_stage_command_copies_an_image_without_a_lease_and_then_has_a_hit(site: Site) -> None:
     paths = [site.image("a.sqsh"), site.image("b.sqsh", b"another")]
     assert results(site, *map(str, paths)) == ["copied", "copied"]
     assert len(site.keys()) == 2
@@ -42,13 +42,13 @@ def test_stage_copies_an_image_without_a_lease_and_then_has_a_hit(site: Site) ->
     assert printed.startswith("1 of 1 image here\n")
 
 
-def test_stage_of_a_cached_image_updates_its_use_time(site: Site) -> None:
+def test_stage_command_updates_the_use_time_of_a_cached_image(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"), age=5000)
     results(site, str(site.lustre / "a.sqsh"))
     assert site.json("show", key)[0]["item"]["used"] == NOW
 
 
-def test_stage_declines_bad_paths_and_copies_the_other_images(site: Site) -> None:
+def test_stage_command_declines_bad_paths_and_copies_the_other_images(site: Site) -> None:
     good = site.image("a.sqsh")
     assert results(site, "/etc/hostname", "/nowhere", str(good), code=ExitStatus.NOT_FOUND) == [
         "declined",
@@ -57,7 +57,7 @@ def test_stage_declines_bad_paths_and_copies_the_other_images(site: Site) -> Non
     ]
 
 
-def test_stage_opens_the_image_as_the_user_given_by_the_user_option(site: Site) -> None:
+def test_stage_command_opens_the_image_as_the_user_given_by_the_user_option(site: Site) -> None:
     path = site.image("a.sqsh")
     path.chmod(0o600)
     done = site.json("stage", "--user", "nobody", str(path), code=ExitStatus.NOT_FOUND)
@@ -66,7 +66,7 @@ def test_stage_opens_the_image_as_the_user_given_by_the_user_option(site: Site) 
     assert site.run("stage", "--user", "nosuch", str(path)).exit_code == ExitStatus.USAGE
 
 
-def test_stage_run_by_a_user_exits_with_permission_and_says_run_as_root(
+def test_stage_command_run_by_a_user_exits_with_permission_and_says_run_as_root(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -78,7 +78,9 @@ def test_stage_run_by_a_user_exits_with_permission_and_says_run_as_root(
 
 
 @pytest.mark.parametrize("by", ["enabled", "file", "doubt"])
-def test_stage_declines_on_a_switched_off_node_or_a_suspect_disk(site: Site, by: str) -> None:
+def test_stage_command_declines_on_a_switched_off_node_or_a_suspect_disk(
+    site: Site, by: str
+) -> None:
     path = site.image("a.sqsh")
     if by == "enabled":
         site.configure(f"sources: [{site.places.root}]\nenabled: false\n")
@@ -93,7 +95,7 @@ def test_stage_declines_on_a_switched_off_node_or_a_suspect_disk(site: Site, by:
     assert image["reason"] == ("disk-errors" if by == "doubt" else "disabled")
 
 
-def test_stage_without_arguments_copies_the_images_of_warm_at_boot(site: Site) -> None:
+def test_stage_command_without_arguments_copies_the_images_of_warm_at_boot(site: Site) -> None:
     path = site.image("a.sqsh")
     site.configure(f"sources: [{site.places.root}]\nredirect: spank\nwarm_at_boot: [{path}]\n")
     assert results(site) == ["copied"]
@@ -101,7 +103,7 @@ def test_stage_without_arguments_copies_the_images_of_warm_at_boot(site: Site) -
     assert results(site) == []
 
 
-def test_stage_exits_at_its_time_limit_and_the_copy_continues(site: Site) -> None:
+def test_stage_command_exits_at_its_time_limit_and_the_copy_continues(site: Site) -> None:
     config = f"sources: [{site.places.root}]\nredirect: spank\nchunk_size: 1M\nbandwidth: 2M\n"
     site.configure(config)
     path = site.image("a.sqsh", b"x" * (3 << 20))
@@ -112,7 +114,7 @@ def test_stage_exits_at_its_time_limit_and_the_copy_continues(site: Site) -> Non
     until(lambda: lock.is_free(site.node.cache.key_lock(key)), "its end")
 
 
-def test_stage_runs_a_limited_number_of_copies_at_once(
+def test_stage_command_runs_a_limited_number_of_copies_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage, "AT_ONCE", 2)

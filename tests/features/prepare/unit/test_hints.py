@@ -71,17 +71,19 @@ WRONG = {
 }
 
 
-def test_hints_word_table_has_fifty_values() -> None:
+def test_table_of_hint_words_has_fifty_values() -> None:
     assert (len(RIGHT), len(WRONG)) == (27, 23)
 
 
 @pytest.mark.parametrize("word", RIGHT)
-def test_hints_accepts_each_valid_word(word: str) -> None:
+def test_hints_command_accepts_each_valid_word(word: str) -> None:
     assert hints.refusals([word]) == ()
 
 
 @pytest.mark.parametrize(("word", "why"), WRONG.items())
-def test_hints_refuses_each_invalid_word_with_the_expected_form(word: str, why: str) -> None:
+def test_hints_command_refuses_each_invalid_word_with_the_expected_form(
+    word: str, why: str
+) -> None:
     (said,) = hints.refusals([word])
     written, _, text = said.partition(": ")
     assert text == why
@@ -89,12 +91,14 @@ def test_hints_refuses_each_invalid_word_with_the_expected_form(word: str, why: 
     assert written.startswith(f"--{word.partition('=')[0]}=")
 
 
-def test_hints_reports_all_invalid_words_at_once() -> None:
+def test_hints_command_reports_all_invalid_words_at_once() -> None:
     found = hints.refusals(["stage=/right", "stage=wrong", "stage-wait=x", "stage=@job"])
     assert [one.partition("=")[0] for one in found] == ["--stage", "--stage-wait", "--stage"]
 
 
-def test_hints_refuses_a_target_that_a_feature_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_command_refuses_a_target_that_a_feature_declines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def must_be_possible(request: Request) -> None:
         if request.at == "/nowhere":
             raise Declined("bad-place", "nothing may be mounted there")
@@ -104,24 +108,24 @@ def test_hints_refuses_a_target_that_a_feature_declines(monkeypatch: pytest.Monk
     assert found[1:] == ("--stage=/a@/nowhere: nothing may be mounted there",)
 
 
-def test_hints_refuses_more_paths_than_a_job_may_name() -> None:
+def test_hints_command_refuses_more_paths_than_a_job_may_name() -> None:
     paths = [f"stage=/{number}" for number in range(MAX_HINTED + 1)]
     assert hints.refusals(paths[:-1]) == ()
     (said,) = hints.refusals(paths)
     assert said == f"--stage names {MAX_HINTED + 1} images, the first {MAX_HINTED} are read"
 
 
-def test_hints_accepts_stage_no_beside_paths() -> None:
+def test_hints_command_accepts_stage_no_beside_paths() -> None:
     # A script names its images, and whoever submits it says --stage=no.
     assert hints.refusals(["stage=/a", "stage=no"]) == ()
 
 
-def test_hints_refuses_a_word_that_is_too_long_without_printing_the_word() -> None:
+def test_hints_command_refuses_a_word_that_is_too_long_without_printing_the_word() -> None:
     (said,) = hints.refusals([f"stage=/{'x' * MAX_OPTION}"])
     assert said == f"--stage: longer than {MAX_OPTION} characters"
 
 
-def test_hints_prints_one_line_for_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hints_command_prints_one_line_for_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     assert hints.main(["stage=a", "stage=/a\x1b"]) == hints.REFUSED
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert hints.main(["stage=/a"]) == 0

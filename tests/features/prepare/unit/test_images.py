@@ -26,7 +26,9 @@ def shared(tmp_path: Path) -> Path:
     return folder
 
 
-def test_images_lists_upper_directories_first_with_size_owner_and_label(shared: Path) -> None:
+def test_images_command_lists_upper_directories_first_with_size_owner_and_label(
+    shared: Path,
+) -> None:
     found = images.gather([str(shared)])
     assert names(found) == ["b.sqsh", "a.squashfs", "c.sqfs"]
     first = found.images[0]
@@ -34,7 +36,7 @@ def test_images_lists_upper_directories_first_with_size_owner_and_label(shared: 
     assert first.owner in ("root", str(os.getuid()), os.environ.get("USER", ""))
 
 
-def test_images_skips_links_hidden_directories_and_files_too_deep(shared: Path) -> None:
+def test_images_command_skips_links_hidden_directories_and_files_too_deep(shared: Path) -> None:
     (shared / "link.sqsh").symlink_to(shared / "b.sqsh")
     (shared / "loop").symlink_to(shared)
     (shared / "folder.sqsh").mkdir()
@@ -47,7 +49,7 @@ def test_images_skips_links_hidden_directories_and_files_too_deep(shared: Path) 
     assert names(images.gather([str(shared)])) == ["b.sqsh", "a.squashfs", "c.sqfs", "last.sqsh"]
 
 
-def test_images_listing_stops_at_its_limit_and_is_marked_cut_off(shared: Path) -> None:
+def test_images_command_stops_at_its_limit_and_marks_the_listing_as_cut_off(shared: Path) -> None:
     found = images.gather([str(shared)], most=2)
     assert (names(found), found.cut_off) == (["b.sqsh"], True)
     assert not images.gather([str(shared)]).cut_off
@@ -72,13 +74,15 @@ def test_bad_label_file_of_an_image_gives_a_printable_or_empty_label(
     assert bool(said) == (label not in ("fifo", "link"))
 
 
-def test_images_escapes_a_name_that_is_not_utf_8(shared: Path, site: Site) -> None:
+def test_images_command_escapes_a_name_that_is_not_utf_8(shared: Path, site: Site) -> None:
     (shared / os.fsdecode(b"\xff\x1b.sqsh")).touch()
     printed = site.json("images", str(shared))
     assert all(one["path"].isprintable() for one in printed["images"])
 
 
-def test_images_lists_below_the_given_directory_or_the_sources(shared: Path, site: Site) -> None:
+def test_images_command_lists_below_the_given_directory_or_the_sources(
+    shared: Path, site: Site
+) -> None:
     done = site.run("images", str(shared / "team"))
     assert done.exit_code == ExitStatus.OK, done.output
     assert "2 images below" in done.output

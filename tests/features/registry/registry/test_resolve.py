@@ -308,7 +308,7 @@ def test_unreachable_proxy_is_declined_as_registry_silent(alice: Asker, registry
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_registry_redirect_is_followed(
+def test_registry_redirect_of_each_status_is_followed_to_the_digest(
     alice: Asker, registry: Registry, fronts: Callable[..., Front], status: int
 ) -> None:
     digest = registry.push(f"{IMAGE}:1", FILES)

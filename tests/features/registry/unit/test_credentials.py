@@ -57,7 +57,9 @@ def said(words: str) -> str:
         ("", "joe", None),
     ],
 )
-def test_login_is_selected_by_host_and_user(host: str, user: str, password: str | None) -> None:
+def test_registry_login_is_selected_by_host_and_user(
+    host: str, user: str, password: str | None
+) -> None:
     found = credentials.login(FILE, host, user, said)
     assert found == (None if password is None else RegistryLogin(user, password))
 

@@ -43,7 +43,7 @@ def task(tasks: WaitingTasks) -> socket.socket:
     ("image", "found"),
     [(REFERENCE, True), ("docker://ubuntu", True), ("/a.sqsh", False), ("./a.sqsh", False)],
 )
-def test_container_image_option_is_a_reference_unless_the_value_is_a_path(
+def test_container_image_option_is_a_registry_reference_unless_the_value_is_a_path(
     asking: Job, image: str, found: bool
 ) -> None:
     hinted = Request("/lustre/b.sqsh", "hint")
@@ -196,7 +196,7 @@ def test_line_breaks_in_user_text_start_no_line_for_tasks(tasks: WaitingTasks) -
     one.close()
 
 
-def test_waiting_ends_after_the_last_task_disconnected(
+def test_wait_for_tasks_ends_after_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LAST", 0.0)
@@ -210,7 +210,9 @@ def test_waiting_ends_after_the_last_task_disconnected(
     assert tasks.guests.connections == {}
 
 
-def test_waiting_for_the_first_task_is_not_counted_as_disconnected(tasks: WaitingTasks) -> None:
+def test_tasks_do_not_count_as_disconnected_before_the_first_task_connects(
+    tasks: WaitingTasks,
+) -> None:
     tasks.wait(-1)
     assert not tasks.have_gone
 
