@@ -202,7 +202,7 @@ FEATURES = (
             "docs/operations.md: forestage/grafana/",
             *("tests/alerts.yml", "tests/test_alerts.py"),
             (
-                "tests/faults/test_parked_look.py: "
+                "tests/faults/test_locked_directories.py: "
                 "test_metrics_lock_is_acquired_while_a_user_locks_run_or_var_log"
             ),
             "src/forestage/commands/status.py: STATE_NAMES",
