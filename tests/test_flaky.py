@@ -16,10 +16,10 @@ TESTS = """
 import pytest
 
 @pytest.mark.parametrize("name", {names!r})
-def test_it(name, record):
+def test_nth_run_passes(name, record):
     assert record(name) >= {passes_at}
 
-def test_good(record):
+def test_passing_test_runs_once(record):
     assert record("good") == 1, "what passed is not run again"
 """
 CONFTEST = """
@@ -67,7 +67,7 @@ def ran(folder: Path, names: list[str], passes_at: int) -> subprocess.CompletedP
             0,
             ["2 failed, 1 passed", "2 passed, 1 deselected", "failed, then passed"],
         ),
-        (["one", ODD], 3, 1, ["failed, then FAILED AGAIN: test_suite.py::test_it["]),
+        (["one", ODD], 3, 1, ["failed, then FAILED AGAIN: test_suite.py::test_nth_run_passes["]),
         (["one", "two", "three", "four"], 2, 1, ["4 tests failed, more than 3: none is run again"]),
         (["one"], 1, 0, ["2 passed"]),
     ],

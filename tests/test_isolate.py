@@ -23,7 +23,7 @@ ISOLATE = [sys.executable, "-B", isolate.__file__]
 LEAVES = """
 import subprocess
 
-def test_that_fails():
+def test_failing_with_leftovers():
     subprocess.run(["squashfuse", {image!r}, {point!r}], check=True)
     assert open({point!r} + "/file").read() == "shown"
     subprocess.run(["setsid", "--fork", "sleep", {mark!r}], check=True)

@@ -83,7 +83,7 @@ def test_lanes_exit_with_the_worst_folders_code_and_a_line_of_totals(
     for number, body in enumerate(bodies):
         folder = tmp_path / f"folder{number}"
         folder.mkdir()
-        (folder / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+        (folder / "test_body.py").write_text(f"def test_body():\n    {body}\n")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("FORESTAGE_")
     }

@@ -1,6 +1,6 @@
 """What a job's owner may try: names, links, renames, ACLs, namespaces. He never gets more than his.
 
-Kept elsewhere: odd requests and comments (test_refused.py, slurm/test_bad_input.py), rights and
+Kept elsewhere: odd requests and comments (test_declined.py, slurm/test_bad_input.py), rights and
 ACLs that change (test_rights.py), a change at a bad moment (test_race.py, faults/), a step's own
 tricks (slurm/test_step_hostile.py), other nodes (test_peer_hostile.py).
 """

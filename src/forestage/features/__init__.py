@@ -117,8 +117,8 @@ FEATURES = (
             "tests/unit/config/test_config.py: registry: {enabled: false}",
             "tests/unit/hooks/test_boundary.py: test_epilog_has_work_if_a_step_used_a_registry",
             "tests/hooks/test_order.py: broken without a lease",
-            "tests/hooks/test_number_again.py: asking",
-            "tests/hooks/test_trouble.py: test_epilog_without_a_known_cache_deletes_the_image_mark",
+            "tests/hooks/test_reused_job_number.py: asking",
+            "tests/hooks/test_node_failures.py: test_epilog_without_a_cache_deletes_the_image_mark",
         ),
     ),
     # What every job with an image needs: no folder.
@@ -207,7 +207,7 @@ FEATURES = (
             ),
             "src/forestage/commands/status.py: STATE_NAMES",
             "src/forestage/config/values.py: TEXTFILE",
-            "tests/hooks/test_trouble.py: metrics",
+            "tests/hooks/test_node_failures.py: metrics",
         ),
     ),
     Feature(

@@ -295,7 +295,7 @@ def test_second_epilog_of_a_job_releases_nothing_of_other_jobs(node: Node) -> No
 
 
 @pytest.mark.parametrize("text", ["", "{"], ids=["no lease", "damaged lease"])
-def test_epilog_without_a_known_cache_deletes_the_image_mark(node: Node, text: str) -> None:
+def test_epilog_without_a_cache_deletes_the_image_mark(node: Node, text: str) -> None:
     """It lies in /run, whichever cache is meant."""
     node.write_config("deadline: soon")
     node.places.images.mkdir(parents=True)
