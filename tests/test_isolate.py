@@ -45,7 +45,7 @@ OF_EACH_SUITE = {
     "processes": "system/test_as_user.py::test_run_in_child_keeps_the_hooks_ids_and_groups",
     "hooks": "test_rights.py::test_copy_of_a_group_readable_source_serves_a_member_of_that_group",
     "features/registry/registry": "test_commands.py::test_gc_of_a_user_keeps_images_of_other_users",
-    "faults": "test_attributes_kept.py::test_statx_asks_the_server_by_descriptor_and_by_name",
+    "faults": "test_attributes_kept.py::test_statx_queries_the_server_by_descriptor_and_by_name",
     "window": "test_window_processes.py::test_loaders_of_a_job_share_one_copier_and_its_copies",
     "spank": "test_namespace.py::test_task_keeps_its_working_directory_after_its_mounts",
     "slurm": "test_step_bind.py::test_image_of_an_inner_step_is_redirected_on_the_whole_node",

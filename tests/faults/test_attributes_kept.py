@@ -162,7 +162,7 @@ def test_sample_check_of_a_scan_detects_a_change_on_the_server(kept: Kept, chang
         os.close(root)
 
 
-def test_statx_asks_the_server_by_descriptor_and_by_name(kept: Kept) -> None:
+def test_statx_queries_the_server_by_descriptor_and_by_name(kept: Kept) -> None:
     kept.look()
     kept.put("1", b"12345")
     root = os.open(kept.point, os.O_RDONLY)

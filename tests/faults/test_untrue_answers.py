@@ -122,7 +122,7 @@ def fill(file: Path, size: int, dice: random.Random, holes: float = 0.5) -> None
 @pytest.mark.ci
 @pytest.mark.parametrize("lie", LIES, ids=str)
 @pytest.mark.parametrize("blockless", [0, 1])
-def test_image_is_copied_right_though_its_holes_are_misreported(
+def test_image_is_copied_correctly_though_its_holes_are_misreported(
     copier: Copier, lie: dict[str, int], blockless: int
 ) -> None:
     file = copier.far.folder / "image"
@@ -133,7 +133,7 @@ def test_image_is_copied_right_though_its_holes_are_misreported(
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
-def test_directory_is_copied_right_though_holes_of_its_files_are_misreported(
+def test_directory_is_copied_correctly_though_holes_of_its_files_are_misreported(
     copier: Copier, lie: dict[str, int]
 ) -> None:
     folder = copier.far.folder / "tree"

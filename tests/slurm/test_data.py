@@ -205,7 +205,7 @@ def tree(data: Site) -> Iterator[Site]:
 
 
 @pytest.mark.always
-def test_staged_directory_shows_the_nodes_copy_to_all_tasks_of_the_step(tree: Site) -> None:
+def test_staged_directory_is_the_nodes_copy_in_all_tasks_of_the_step(tree: Site) -> None:
     comment = [f"--comment=stage={SET}/ stage-wait=60s", "--ntasks-per-node=2", "--overcommit"]
     look = f"{KIND}; cat {SET}/link; stat -c %U {SET}/a; touch {SET}/x 2>&1 | grep -c Read-only"
     ran = tree.srun(None, "sh", "-c", look, options=comment, node="n1,n2")

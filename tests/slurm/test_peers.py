@@ -135,7 +135,7 @@ def test_mishap_of_a_peer_at_other_moments_leaves_healthy_nodes_with_right_bytes
     test_mishap_of_a_peer_during_a_copy_leaves_healthy_nodes_with_right_bytes(fleet, name)
 
 
-def test_peer_service_exits_and_names_its_port_if_the_port_is_taken(fleet: Fleet) -> None:
+def test_peer_service_exits_and_names_its_port_if_the_port_is_in_use(fleet: Fleet) -> None:
     done = fleet.cluster.run(
         ["/usr/lib/forestage/bin/forestage", "peer"], user="root", node="n1", check=False
     )

@@ -233,7 +233,7 @@ def test_peer_service_killed_stopped_or_restarted_during_a_copy_leaves_right_byt
     assert fleet.run_until(act.__name__, most, during=interrupt).source <= most
 
 
-def test_hanging_peer_service_costs_at_most_its_share_of_source_reads(fleet: Installed) -> None:
+def test_hanging_peer_service_adds_at_most_its_share_of_source_reads(fleet: Installed) -> None:
     node, most = fleet.cluster.nodes[1], NODES / 2
     assert fleet.run_until("hangs", most, first=lambda: stop(fleet, node)).source <= most
 

@@ -271,7 +271,7 @@ def test_later_step_without_a_helper_detects_an_image_changed_on_the_file_server
     assert [one.sha256 == later for one in site.seen(job.job)] == [False, False, True]
 
 
-def test_steps_read_through_while_the_copy_goes_on(spank: Site) -> None:
+def test_steps_read_through_during_a_slow_copy(spank: Site) -> None:
     """One whose Prolog knew the image, and two of which the job's script knew alone."""
     image, inner = spank.image("known", mib=8), spank.image("inner", mib=8, seed=1)
     spank.configure(redirect="spank", cold="auto", bandwidth="64KiB", chunk_size="1MiB")

@@ -83,7 +83,7 @@ def test_good_node_has_no_finding(node: GoodNode) -> None:
     assert (done.status, done.code, done.findings) == ("ok", 0, ())
 
 
-def test_login_node_that_is_set_up_well_has_no_finding(node: GoodNode) -> None:
+def test_login_node_that_is_set_up_correctly_has_no_finding(node: GoodNode) -> None:
     as_login(node)
     assert node.check().findings == ()
 

@@ -358,7 +358,7 @@ def test_verify_uses_checksums_if_the_source_cannot_be_read(
 # --- while others go on
 
 
-def test_entry_copied_anew_while_the_old_bytes_are_verified_is_not_evicted(
+def test_entry_copied_again_while_the_old_bytes_are_verified_is_not_evicted(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = site.publish(source)
@@ -438,7 +438,7 @@ def spoil_entry(node: Node, key: str) -> None:
         file.write(b"?")
 
 
-def test_bad_entry_is_unmounted_evicted_and_staged_anew(node: Node) -> None:
+def test_bad_entry_is_unmounted_evicted_and_copied_again(node: Node) -> None:
     path = node.put("a.sqsh", mode=0o600)
     node.prolog(1, path)
     key = node.identity(path).key

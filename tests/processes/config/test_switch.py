@@ -96,7 +96,7 @@ def test_turn_off_does_not_remove_the_file_of_an_upgrade(places: NodePaths) -> N
     assert places.disabled.read_text() == places.kept_off.read_text()
 
 
-def test_reason_that_looks_like_an_end_time_is_kept_as_text(places: NodePaths) -> None:
+def test_off_reason_that_resembles_an_end_time_is_kept_as_text(places: NodePaths) -> None:
     switch.turn_off(places, "until 0", NOW + 60)
     assert "until 0 (until " in switch.find_off_file_reason(places, NOW)
 

@@ -114,7 +114,7 @@ def work(mark: Path) -> Iterator[Work]:
         process.wait()
 
 
-def test_prolog_may_detach_if_the_companion_shows_the_copies(node: Node) -> None:
+def test_prolog_may_detach_if_the_companion_redirects_the_images(node: Node) -> None:
     assert node.may()
     assert node.may(**{IMAGE_OPTION: "./a.sqsh"}, SLURM_JOB_PARTITION="gpu")
     assert node.may(**{IMAGE_OPTION: "docker://ubuntu"})

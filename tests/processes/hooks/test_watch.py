@@ -181,7 +181,7 @@ def test_fork_worker_returns_none_and_leaks_no_descriptor_if_fork_fails(
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_calls_of_a_missing_hook_pipe_do_nothing() -> None:
+def test_calls_on_a_missing_hook_pipe_have_no_effect() -> None:
     watch.NO_HOOK_PIPE.works_on("/cache")
     watch.NO_HOOK_PIPE.ends_within(1.0)
     watch.NO_HOOK_PIPE.end()  # and the process goes on

@@ -293,7 +293,7 @@ def test_source_that_changes_during_the_copy_is_never_published(
 
 
 @pytest.mark.parametrize("change", [_write, _append, _chmod, _touch])
-def test_change_of_the_open_file_is_detected_though_the_path_looks_unchanged(
+def test_change_of_the_open_source_is_detected_though_its_path_leads_to_an_unchanged_twin(
     task: CopyTask, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
@@ -477,7 +477,7 @@ def rooms(monkeypatch: Patch) -> list[int]:
     return asked
 
 
-def test_copy_evicts_once_more_if_reserved_space_was_taken_meanwhile(
+def test_copy_evicts_once_more_if_the_disk_is_full_when_space_is_reserved(
     task: CopyTask, rooms: list[int], monkeypatch: Patch
 ) -> None:
     real = allocation.allocate_space
