@@ -410,7 +410,7 @@ class Told:
 
 
 @pytest.fixture
-def told(path: Path) -> Iterator[Told]:
+def received_scan(path: Path) -> Iterator[Told]:
     groups = os.getgroups()
     made = Told(path)
     yield made
@@ -419,9 +419,9 @@ def told(path: Path) -> Iterator[Told]:
 
 
 def test_scan_from_the_first_node_is_accepted_if_files_and_rights_are_equal_here(
-    told: Told,
+    received_scan: Told,
 ) -> None:
-    assert told.holds()
+    assert received_scan.holds()
 
 
 @pytest.mark.parametrize(
@@ -434,13 +434,13 @@ def test_scan_from_the_first_node_is_accepted_if_files_and_rights_are_equal_here
     ],
 )
 def test_scan_of_another_file_system_path_or_group_list_is_rejected(
-    told: Told, facts: dict[str, object]
+    received_scan: Told, facts: dict[str, object]
 ) -> None:
-    assert not told.holds(**facts)
+    assert not received_scan.holds(**facts)
 
 
 def test_local_disk_file_system_has_no_cluster_wide_name(
-    tmp_path: Path, told: Told, node: Node
+    tmp_path: Path, received_scan: Told, node: Node
 ) -> None:
     """Nodes made of one image of a disk have files with the same numbers and times."""
     image = node.nvme / "disk"
@@ -451,33 +451,33 @@ def test_local_disk_file_system_has_no_cluster_wide_name(
     mounts.mount(device, str(tmp_path), 0, "ext4")
     root = os.open(tmp_path, os.O_RDONLY)
     assert mounts.find_cluster_wide_name(root) == ""
-    assert mounts.find_cluster_wide_name(told.root).startswith("tmpfs tmpfs /")
+    assert mounts.find_cluster_wide_name(received_scan.root).startswith("tmpfs tmpfs /")
     os.close(root)
     mounts.umount(str(tmp_path))
 
 
 @pytest.mark.parametrize("what", ["top", "files", "rights", "acls"])
 def test_scan_is_rejected_if_the_files_rights_or_acls_differ_on_this_node(
-    told: Told, path: Path, what: str
+    received_scan: Told, path: Path, what: str
 ) -> None:
     if what == "top":
         path.chmod(0o711)
     elif what == "acls":
-        acls = {one.path: b"\2\0\0\0" for one in told.found.manifest.files}
-        told.found = msgspec.structs.replace(told.found, acls=acls)
+        acls = {one.path: b"\2\0\0\0" for one in received_scan.found.manifest.files}
+        received_scan.found = msgspec.structs.replace(received_scan.found, acls=acls)
     else:
         for file in path.glob("*/*"):
             file.write_bytes(b"x") if what == "files" else os.chown(file, BOB.uid, BOB.gid)
-    assert not told.holds()
+    assert not received_scan.holds()
 
 
 def test_scan_with_files_unreadable_for_the_user_on_this_node_is_declined(
-    told: Told, path: Path
+    received_scan: Told, path: Path
 ) -> None:
     for file in path.glob("*/*"):
         os.chown(file, BOB.uid, BOB.gid)
         file.chmod(0o600)
-    seen = told.found.manifest
+    seen = received_scan.found.manifest
     there = {os.fsencode(f.relative_to(path)): f.stat() for f in path.glob("*/*")}
     files = tuple(
         msgspec.structs.replace(
@@ -491,39 +491,39 @@ def test_scan_with_files_unreadable_for_the_user_on_this_node_is_declined(
         else one
         for one in seen.files
     )
-    told.found = ScannedFiles(DirectoryManifest(seen.path, files), {})
+    received_scan.found = ScannedFiles(DirectoryManifest(seen.path, files), {})
     with pytest.raises(manifest.Declined, match="not readable"):
-        told.holds()
+        received_scan.holds()
 
 
-def test_scan_older_or_newer_than_the_allowed_clock_skew_is_not_fresh(told: Told) -> None:
-    assert agreement.is_fresh(told.look, agreement.SKEW)
-    assert not agreement.is_fresh(told.look, agreement.SKEW + 1)
-    assert not agreement.is_fresh(told.look, -agreement.SKEW - 1)
+def test_scan_older_or_newer_than_the_allowed_clock_skew_is_not_fresh(received_scan: Told) -> None:
+    assert agreement.is_fresh(received_scan.look, agreement.SKEW)
+    assert not agreement.is_fresh(received_scan.look, agreement.SKEW + 1)
+    assert not agreement.is_fresh(received_scan.look, -agreement.SKEW - 1)
 
 
 @pytest.mark.parametrize("lie", ["size", "digest", "unsound", "garbage"])
 def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_corrupt(
-    cluster: Cluster, path: Path, lie: str, told: Told
+    cluster: Cluster, path: Path, lie: str, received_scan: Told
 ) -> None:
     """Bytes never come from a look; but root makes of it what the kernel parses."""
     one = SharedScan(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
     one.cache.prepare(require_mount=False)
     agreement.prepare(one.cache, 1)
-    files = list(told.found.manifest.files)
+    files = list(received_scan.found.manifest.files)
     if lie == "size":
         files = [msgspec.structs.replace(f, size=10**6) if f.is_file else f for f in files]
     elif lie == "unsound":
         files.append(msgspec.structs.replace(files[-1], path=b"../../etc/passwd"))
-    seen = DirectoryManifest(told.path, tuple(files))
+    seen = DirectoryManifest(received_scan.path, tuple(files))
     one.keep(ScannedFiles(seen, {}))
     if lie == "garbage":
         (one.cache.looks / "1" / f"{one.name}.files").write_bytes(b"\xc1" * 1000)
     digest = "0" * 64 if lie == "digest" else seen.digest
-    one.tell(msgspec.structs.replace(told.look, digest=digest))
+    one.tell(msgspec.structs.replace(received_scan.look, digest=digest))
     with cluster.serving():
         found = cluster.start("n2", path)
-    assert (found.state, found.key) == ("ready", told.found.manifest.digest[:32])
+    assert (found.state, found.key) == ("ready", received_scan.found.manifest.digest[:32])
     # It has looked at all of it twice, as who has no peers does.
     assert cluster.looked("n2") >= 2 * ALL
 

@@ -55,7 +55,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Node:
+def own_node(tmp_path: Path) -> Node:
     """Another one, for the test alone."""
     return Node(tmp_path / "n1")
 
@@ -329,7 +329,7 @@ def test_chunk_request_with_another_chunk_size_gets_416_before_the_wait(
 
 
 @pytest.fixture
-def look(node: Node) -> Iterator[Path]:
+def published_scan(node: Node) -> Iterator[Path]:
     """What n1 has found for job 7, of which the name is OTHER_KEY."""
     directory = node.cache.looks / "7"
     directory.mkdir(parents=True)
@@ -343,10 +343,12 @@ def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> PeerNodeClient:
     return ask_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
 
 
-def test_peer_service_gives_a_published_scan_and_its_file_list(node: Node, look: Path) -> None:
+def test_peer_service_gives_a_published_scan_and_its_file_list(
+    node: Node, published_scan: Path
+) -> None:
     asked = first(node)
     assert (asked.ask(), asked.ask(".files"), asked.ask()) == (b"found", b"files", b"found")
-    (look / OTHER_KEY).unlink()
+    (published_scan / OTHER_KEY).unlink()
     assert asked.ask() is None
     assert first(node, job=8).ask() is None
     asked.close()
@@ -362,11 +364,15 @@ def test_peer_service_gives_a_published_scan_and_its_file_list(node: Node, look:
         "/v1/look/7/../../format",
     ],
 )
-def test_scan_request_with_a_malformed_path_gets_404(node: Node, look: Path, path: str) -> None:
+def test_scan_request_with_a_malformed_path_gets_404(
+    node: Node, published_scan: Path, path: str
+) -> None:
     assert logged_in(node, OTHER_KEY).chunk(OTHER_KEY, 0, path=path, within="") == 404
 
 
-def test_scan_is_given_only_to_a_session_of_its_own_name(node: Node, look: Path, key: str) -> None:
+def test_scan_is_given_only_to_a_session_of_its_own_name(
+    node: Node, published_scan: Path, key: str
+) -> None:
     path = f"/v1/look/7/{OTHER_KEY}"
     assert Stranger(node.port).chunk(OTHER_KEY, 0, path=path, within="") == 401
     assert logged_in(node, key).chunk(OTHER_KEY, 0, path=path, within="") == 403
@@ -376,16 +382,18 @@ def test_scan_is_given_only_to_a_session_of_its_own_name(node: Node, look: Path,
     assert known.chunk(OTHER_KEY, 0, path=path, within="") == 403
 
 
-def test_link_in_place_of_a_published_scan_is_not_followed(node: Node, look: Path) -> None:
-    (look / OTHER_KEY).unlink()
-    (look / OTHER_KEY).symlink_to("/etc/passwd")
+def test_link_in_place_of_a_published_scan_is_not_followed(
+    node: Node, published_scan: Path
+) -> None:
+    (published_scan / OTHER_KEY).unlink()
+    (published_scan / OTHER_KEY).symlink_to("/etc/passwd")
     with pytest.raises(PeerError):
         first(node).ask()
 
 
 @pytest.mark.parametrize("lie", ["bytes", "mac", "none"])
 def test_scan_response_changed_in_transit_is_rejected(
-    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+    node: Node, published_scan: Path, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
     real = http.client.HTTPResponse.read
     get = http.client.HTTPMessage.get
@@ -406,19 +414,19 @@ def test_scan_response_changed_in_transit_is_rejected(
 
 
 def test_scan_response_over_the_size_limit_is_rejected(
-    node: Node, look: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, published_scan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asked_node, "MOST", 4)
     with pytest.raises(PeerError, match="5 bytes"):
         first(node).ask()
 
 
-def test_scan_client_reconnects_after_a_restart_of_the_peer_service(own: Node) -> None:
-    (own.cache.looks / "7").mkdir(parents=True)
-    (own.cache.looks / "7" / OTHER_KEY).write_bytes(b"found")
-    asked = first(own)
+def test_scan_client_reconnects_after_a_restart_of_the_peer_service(own_node: Node) -> None:
+    (own_node.cache.looks / "7").mkdir(parents=True)
+    (own_node.cache.looks / "7" / OTHER_KEY).write_bytes(b"found")
+    asked = first(own_node)
     for _ in range(2):
-        with own.serving():
+        with own_node.serving():
             assert asked.ask() == b"found"
 
 
@@ -442,15 +450,15 @@ def test_credential_opens_one_session_only(node: Node, key: str) -> None:
 
 
 def test_replayed_credential_on_another_node_opens_a_session_that_gets_no_chunk(
-    own: Node, known: Stranger, key: str
+    own_node: Node, known: Stranger, key: str
 ) -> None:
     """Neither a request of one's own nor one that was recorded has a right MAC there."""
     offer = SHARED.offer(key)
     assert known.send_credential(offer) == 200
     assert known.chunk(key, 0, counter=5) == 206
-    own.publish()
-    with own.serving():
-        thief = Stranger(own.port)
+    own_node.publish()
+    with own_node.serving():
+        thief = Stranger(own_node.port)
         assert thief.send_credential(offer) == 200
         assert thief.chunk(key, 0, counter=5, made_for=known.session) == 403
         thief.secret = b"guessed"
@@ -555,22 +563,22 @@ def start_chunk(stranger: Stranger, key: str) -> None:
     assert stranger.http.sock.recv(12) == b"HTTP/1.1 206"
 
 
-def test_chunk_request_beyond_the_upload_limit_gets_503(own: Node) -> None:
+def test_chunk_request_beyond_the_upload_limit_gets_503(own_node: Node) -> None:
     """While a client does not read, the next is refused, so that it asks elsewhere."""
-    key = grown(own)
-    with own.serving(ONE_UPLOAD):
-        slow, other = reads_late(own, key), logged_in(own, key)
+    key = grown(own_node)
+    with own_node.serving(ONE_UPLOAD):
+        slow, other = reads_late(own_node, key), logged_in(own_node, key)
         start_chunk(slow, key)
         assert other.chunk(key, 0, within=BIG_SPAN, wait="0") == 503
         slow.http.close()
         assert other.chunk(key, 0, within=BIG_SPAN, wait="90") == 206
 
 
-def test_upload_to_a_client_that_stops_reading_is_closed_and_frees_its_slot(own: Node) -> None:
-    key = grown(own)
+def test_upload_to_a_client_that_stops_reading_is_closed_and_frees_its_slot(own_node: Node) -> None:
+    key = grown(own_node)
     brief = ONE_UPLOAD + "server.GRACE, server.SLOWEST = 2.0, 1 << 40\n"
-    with own.serving(brief):
-        slow, other = reads_late(own, key), logged_in(own, key)
+    with own_node.serving(brief):
+        slow, other = reads_late(own_node, key), logged_in(own_node, key)
         start_chunk(slow, key)
         start_chunk(other, key)  # its head is enough: all of it might take more than the 2 s too
         other.http.close()
@@ -585,10 +593,12 @@ def test_upload_to_a_client_that_stops_reading_is_closed_and_frees_its_slot(own:
         b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
     ],
 )
-def test_unproven_connection_that_sends_single_bytes_is_closed(own: Node, said: bytes) -> None:
+def test_unproven_connection_that_sends_single_bytes_is_closed(own_node: Node, said: bytes) -> None:
     with (
-        own.serving("from forestage.features.peers import sessions; sessions.UNPROVEN = 0.1\n"),
-        socket.create_connection(("127.0.0.1", own.port), timeout=HANGS) as line,
+        own_node.serving(
+            "from forestage.features.peers import sessions; sessions.UNPROVEN = 0.1\n"
+        ),
+        socket.create_connection(("127.0.0.1", own_node.port), timeout=HANGS) as line,
         contextlib.suppress(ConnectionError),
     ):
         line.sendall(said)
@@ -599,12 +609,14 @@ def test_unproven_connection_that_sends_single_bytes_is_closed(own: Node, said: 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: "])
 def test_idle_connection_of_a_known_client_is_closed_by_the_peer_service(
-    own: Node, said: bytes
+    own_node: Node, said: bytes
 ) -> None:
     """Also where a request was begun."""
-    key = own.publish()
-    with own.serving("from forestage.features.peers import server; server.CONNECTION_IDLE = 0.1\n"):
-        line = logged_in(own, key).http.sock
+    key = own_node.publish()
+    with own_node.serving(
+        "from forestage.features.peers import server; server.CONNECTION_IDLE = 0.1\n"
+    ):
+        line = logged_in(own_node, key).http.sock
         with contextlib.suppress(ConnectionError):
             line.sendall(said)
             assert line.recv(1) == b""
@@ -626,47 +638,47 @@ auth.check = lambda prover: None
 """
 
 
-def test_credential_of_a_disconnected_client_is_not_decoded(own: Node, tmp_path: Path) -> None:
+def test_credential_of_a_disconnected_client_is_not_decoded(own_node: Node, tmp_path: Path) -> None:
     """Thousands of them would keep the cluster's own waiting."""
-    key, go = own.publish(), tmp_path / "go"
-    with own.serving(SLOW_DECODER.format(go=str(go))):
-        lines = [socket.create_connection(("127.0.0.1", own.port)) for _ in range(20)]
+    key, go = own_node.publish(), tmp_path / "go"
+    with own_node.serving(SLOW_DECODER.format(go=str(go))):
+        lines = [socket.create_connection(("127.0.0.1", own_node.port)) for _ in range(20)]
         for line in lines:
             line.sendall(b"POST /v1/session HTTP/1.1\r\nHost: n1\r\nContent-Length: 1\r\n\r\nx")
-        own.until_said(b"decodes")
-        assert Stranger(own.port).is_answered(), "so all of them are being answered"
+        own_node.until_said(b"decodes")
+        assert Stranger(own_node.port).is_answered(), "so all of them are being answered"
         for line in lines:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             line.close()
-        known = Stranger(own.port)
+        known = Stranger(own_node.port)
         assert known.is_answered(), "so it knows that they have gone"
         go.touch()
         assert known.log_in(SHARED, key) == 200
-    assert own.said.count(b"decodes\n") == 2, "the one it had begun with, and ours"
+    assert own_node.said.count(b"decodes\n") == 2, "the one it had begun with, and ours"
 
 
 # --- its life
 
 
-def test_sigterm_ends_the_peer_service_during_a_wait_and_saves_its_counts(own: Node) -> None:
-    key = own.publish()
-    own.start()
-    client = Client(own, key)
+def test_sigterm_ends_the_peer_service_during_a_wait_and_saves_its_counts(own_node: Node) -> None:
+    key = own_node.publish()
+    own_node.start()
+    client = Client(own_node, key)
     client.fetch(0)
     client.fetch(3)
-    with stager(own, seed=2) as pid:
-        own.part(seed=2, pid=pid)
-        waiting, whys = Client(own, image(2).key), []
+    with stager(own_node, seed=2) as pid:
+        own_node.part(seed=2, pid=pid)
+        waiting, whys = Client(own_node, image(2).key), []
         thread = threading.Thread(target=lambda: whys.append(waiting.why(0)))
         thread.start()
         time.sleep(0.3)
-        own.end()
+        own_node.end()
         thread.join()
     assert whys in (["absent"], ["refused"])
-    given = stats.read(own.places.peer)
+    given = stats.read(own_node.places.peer)
     assert given is not None
     assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
-    assert own.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
+    assert own_node.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
 
 
 FEW_FILES = """
@@ -676,90 +688,95 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({}, {}))
 
 
 def test_peer_service_out_of_descriptors_logs_single_lines_and_serves_again_afterwards(
-    own: Node,
+    own_node: Node,
 ) -> None:
     """asyncio tries as many connections in a row as its backlog has, with a traceback for each."""
-    key = own.publish()
-    with own.serving(FEW_FILES.format(40, 40)):
+    key = own_node.publish()
+    with own_node.serving(FEW_FILES.format(40, 40)):
         with contextlib.ExitStack() as lines:
             for _ in range(200):
-                lines.enter_context(socket.create_connection(("127.0.0.1", own.port), HANGS))
+                lines.enter_context(socket.create_connection(("127.0.0.1", own_node.port), HANGS))
             for _ in range(2):
-                own.said = b""
-                own.until_said(b"Too many open files")
-        assert Client(own, key).fetch(1) == of_chunk(1)
-        assert all(b"peer refused=" in line for line in own.said.splitlines())
+                own_node.said = b""
+                own_node.until_said(b"Too many open files")
+        assert Client(own_node, key).fetch(1) == of_chunk(1)
+        assert all(b"peer refused=" in line for line in own_node.said.splitlines())
 
 
-def test_peer_service_raises_its_file_limit_to_the_hard_limit(own: Node) -> None:
-    with own.serving(FEW_FILES.format(64, 4096)):
-        assert own.process is not None
-        limits = Path(f"/proc/{own.process.pid}/limits").read_text()
+def test_peer_service_raises_its_file_limit_to_the_hard_limit(own_node: Node) -> None:
+    with own_node.serving(FEW_FILES.format(64, 4096)):
+        assert own_node.process is not None
+        limits = Path(f"/proc/{own_node.process.pid}/limits").read_text()
     (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
     assert line.split()[3:5] == ["4096", "4096"]
 
 
-def test_client_continues_after_a_restart_of_the_peer_service(own: Node) -> None:
-    client = Client(own, own.publish())
+def test_client_continues_after_a_restart_of_the_peer_service(own_node: Node) -> None:
+    client = Client(own_node, own_node.publish())
     for number in range(2):
-        with own.serving():
+        with own_node.serving():
             assert client.fetch(number) == of_chunk(number)
 
 
-def test_peer_service_exits_6_for_a_taken_port_or_an_open_key_file(own: Node) -> None:
-    with socket.create_server(("127.0.0.1", own.port)):
-        code, said = own.start_in_vain()
-    assert (code, f"port {own.port} of 127.0.0.1 is taken by another program" in said) == (6, True)
-    (own.places.etc / "peer.key").chmod(0o640)
-    code, said = own.start_in_vain()
+def test_peer_service_exits_6_for_a_taken_port_or_an_open_key_file(own_node: Node) -> None:
+    with socket.create_server(("127.0.0.1", own_node.port)):
+        code, said = own_node.start_in_vain()
+    assert (code, f"port {own_node.port} of 127.0.0.1 is taken by another program" in said) == (
+        6,
+        True,
+    )
+    (own_node.places.etc / "peer.key").chmod(0o640)
+    code, said = own_node.start_in_vain()
     assert (code, "is not root's with mode 0600" in said) == (6, True)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_peer_sign_is_valid_for_some_seconds_after_the_service_ended(
-    own: Node, end: signal.Signals
+    own_node: Node, end: signal.Signals
 ) -> None:
     auto = Config()
-    assert not activation.is_on(auto, own.places, time.monotonic())
-    own.start()
-    assert own.process is not None
-    assert stat.S_IMODE(own.places.peer_sign.stat().st_mode) == 0o600, "no user can hold its lock"
-    os.kill(own.process.pid, signal.SIGSTOP)
+    assert not activation.is_on(auto, own_node.places, time.monotonic())
+    own_node.start()
+    assert own_node.process is not None
+    assert stat.S_IMODE(own_node.places.peer_sign.stat().st_mode) == 0o600, (
+        "no user can hold its lock"
+    )
+    os.kill(own_node.process.pid, signal.SIGSTOP)
     later = time.monotonic() + 10 * activation.SIGN_LASTS
-    assert activation.is_on(auto, own.places, later), "it holds the lock"
-    os.kill(own.process.pid, signal.SIGCONT)
-    own.process.send_signal(end)
-    own.process.communicate()
+    assert activation.is_on(auto, own_node.places, later), "it holds the lock"
+    os.kill(own_node.process.pid, signal.SIGCONT)
+    own_node.process.send_signal(end)
+    own_node.process.communicate()
     ended = time.monotonic()
-    assert activation.is_on(auto, own.places, ended)
-    assert not activation.is_on(auto, own.places, ended + activation.SIGN_LASTS)
+    assert activation.is_on(auto, own_node.places, ended)
+    assert not activation.is_on(auto, own_node.places, ended + activation.SIGN_LASTS)
 
 
-def test_peer_sign_stays_valid_from_a_kill_until_the_service_restarts(own: Node) -> None:
+def test_peer_sign_stays_valid_from_a_kill_until_the_service_restarts(own_node: Node) -> None:
     auto = Config()
-    own.start()
+    own_node.start()
     for _ in range(2):
-        own.kill()
-        assert activation.is_on(auto, own.places, time.monotonic())
-        own.start()
+        own_node.kill()
+        assert activation.is_on(auto, own_node.places, time.monotonic())
+        own_node.start()
         later = time.monotonic() + 10 * activation.SIGN_LASTS
-        assert activation.is_on(auto, own.places, later), "the new one holds the lock"
-    own.end()
+        assert activation.is_on(auto, own_node.places, later), "the new one holds the lock"
+    own_node.end()
 
 
-def test_peer_service_recreates_its_deleted_sign(own: Node) -> None:
-    own.start()
+def test_peer_service_recreates_its_deleted_sign(own_node: Node) -> None:
+    own_node.start()
     with contextlib.suppress(FileNotFoundError):
-        own.places.peer_sign.unlink()
-    until(lambda: activation.is_on(Config(), own.places, time.monotonic()), "the sign")
-    own.end()
+        own_node.places.peer_sign.unlink()
+    until(lambda: activation.is_on(Config(), own_node.places, time.monotonic()), "the sign")
+    own_node.end()
 
 
-def test_user_cannot_open_or_create_the_peer_sign(own: Node) -> None:
-    own.places.root.chmod(0o755)
-    own.start()
-    own.end()
-    sign = own.places.peer_sign
+def test_user_cannot_open_or_create_the_peer_sign(own_node: Node) -> None:
+    own_node.places.root.chmod(0o755)
+    own_node.start()
+    own_node.end()
+    sign = own_node.places.peer_sign
     assert stat.S_IMODE(sign.parent.stat().st_mode) == 0o711
     made = sign.with_name("another.sign")
     code = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]) | os.O_NONBLOCK, 0o600)"
@@ -769,26 +786,26 @@ def test_user_cannot_open_or_create_the_peer_sign(own: Node) -> None:
         assert "PermissionError" in ran.stderr
 
 
-def test_peer_service_with_peers_disabled_exits_0_with_one_line(own: Node) -> None:
-    own.configure(enabled=False)
-    assert own.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")
+def test_peer_service_with_peers_disabled_exits_0_with_one_line(own_node: Node) -> None:
+    own_node.configure(enabled=False)
+    assert own_node.start_in_vain() == (0, "forestage: peer serves nobody: peers.enabled: false\n")
 
 
 @pytest.mark.parametrize(("enabled", "code"), [("auto", 0), (True, 6)])
 def test_peer_service_without_a_credential_exits_0_with_auto_and_6_with_enabled_true(
-    own: Node, enabled: bool | str, code: int
+    own_node: Node, enabled: bool | str, code: int
 ) -> None:
     """The unit starts again what fails: AuthType=auth/slurm, and no key is there yet."""
-    conf = own.places.root / "etc/slurm/slurm.conf"
+    conf = own_node.places.root / "etc/slurm/slurm.conf"
     conf.parent.mkdir(parents=True)
     conf.write_text("AuthType=auth/slurm\n")
-    peers = {"enabled": enabled, "port": own.port, "listen": "127.0.0.1"}
+    peers = {"enabled": enabled, "port": own_node.port, "listen": "127.0.0.1"}
     config = {"cache": "/nvme/forestage", "peers": peers}
-    (own.places.etc / "forestage.yaml").write_text(json.dumps(config))
-    ended, said = own.start_in_vain()
+    (own_node.places.etc / "forestage.yaml").write_text(json.dumps(config))
+    ended, said = own_node.start_in_vain()
     assert (ended, said.count("\n")) == (code, 1)
     assert "no slurm.key is beside slurm.conf" in said
-    assert not own.places.peer_sign.exists(), "its hooks ask nobody"
+    assert not own_node.places.peer_sign.exists(), "its hooks ask nobody"
 
 
 # --- who has proven what

@@ -121,7 +121,7 @@ class Passes:
 
 
 @pytest.fixture
-def here(open_path: Path) -> Passes:
+def passes(open_path: Path) -> Passes:
     return Passes(open_path)
 
 
@@ -129,97 +129,97 @@ def states(done: PrefetchNodePass) -> list[str]:
     return [one.state for one in done.decisions]
 
 
-def test_prefetch_copies_an_expected_image_once_and_records_since_when(here: Passes) -> None:
-    path = here.image("a")
-    here.tell(path)
-    assert states(here.run()) == ["copying"]
-    here.clock.at += 60
-    here.tell(path)
-    assert states(here.run()) == ["here"]
-    (event,) = read(here.site.places.events)
+def test_prefetch_copies_an_expected_image_once_and_records_since_when(passes: Passes) -> None:
+    path = passes.image("a")
+    passes.tell(path)
+    assert states(passes.run()) == ["copying"]
+    passes.clock.at += 60
+    passes.tell(path)
+    assert states(passes.run()) == ["here"]
+    (event,) = read(passes.site.places.events)
     assert isinstance(event.outcome, CopyOutcome)
     assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
-    assert here.site.json("status")["leases"] == []
+    assert passes.site.json("status")["leases"] == []
 
 
-def test_prefetch_works_on_a_node_without_a_peer_service(here: Passes) -> None:
+def test_prefetch_works_on_a_node_without_a_peer_service(passes: Passes) -> None:
     """`prefetch.host` is a key of its own: `peers.enabled: auto` does not switch that off."""
-    node = here.site.node
+    node = passes.site.node
     assert activation.is_automatic(node.config)
     assert not activation.is_on(node.config, node.places, time.monotonic())
-    here.tell(here.image("a"))
-    assert states(here.run()) == ["copying"]
-    (event,) = read(here.site.places.events)
+    passes.tell(passes.image("a"))
+    assert states(passes.run()) == ["copying"]
+    (event,) = read(passes.site.places.events)
     assert isinstance(event.outcome, CopyOutcome)
     assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
 
 
 def test_prefetched_entry_is_unused_and_loses_its_use_time_once_no_longer_expected(
-    here: Passes,
+    passes: Passes,
 ) -> None:
-    here.tell(here.image("a"))
-    assert states(here.run()) == ["copying"]
-    (item,) = here.site.json("ls")
+    passes.tell(passes.image("a"))
+    assert states(passes.run()) == ["copying"]
+    (item,) = passes.site.json("ls")
     assert (item["unused"], item["used"]) == (True, item["entry"]["created"])
-    here.tell()
-    here.run()
-    (item,) = here.site.json("ls")
+    passes.tell()
+    passes.run()
+    (item,) = passes.site.json("ls")
     assert (item["unused"], item["used"]) == (True, 0.0)
 
 
-def test_prefetch_dry_run_copies_and_records_nothing(here: Passes) -> None:
-    here.tell(here.image("a"))
-    done = here.run(dry_run=True)
+def test_prefetch_dry_run_copies_and_records_nothing(passes: Passes) -> None:
+    passes.tell(passes.image("a"))
+    done = passes.run(dry_run=True)
     assert states(done) == ["would be copied next"]
-    assert here.site.keys() == set()
-    assert expected.read(here.site.places) is None
-    assert marks.read(here.site.places) == marks.PrefetchRecord()
+    assert passes.site.keys() == set()
+    assert expected.read(passes.site.places) is None
+    assert marks.read(passes.site.places) == marks.PrefetchRecord()
 
 
 # --- a host that lies
 
 
-def outside(here: Passes) -> str:
-    path = here.site.places.root / "outside"
+def outside(passes: Passes) -> str:
+    path = passes.site.places.root / "outside"
     path.write_bytes(b"secret")
     os.utime(path, (NOW - 3600, NOW - 3600))
     return str(path)
 
 
-def traversal(here: Passes) -> str:
-    outside(here)
-    return f"{here.site.lustre}/../outside"
+def traversal(passes: Passes) -> str:
+    outside(passes)
+    return f"{passes.site.lustre}/../outside"
 
 
-def symlink(here: Passes) -> str:
-    link = here.site.lustre / "link"
-    link.symlink_to(outside(here))
+def symlink(passes: Passes) -> str:
+    link = passes.site.lustre / "link"
+    link.symlink_to(outside(passes))
     return str(link)
 
 
-def private(here: Passes) -> str:
-    return here.image("private", mode=0o600)
+def private(passes: Passes) -> str:
+    return passes.image("private", mode=0o600)
 
 
-def link_to_private(here: Passes) -> str:
-    link = here.site.lustre / "link"
-    link.symlink_to(private(here))
+def link_to_private(passes: Passes) -> str:
+    link = passes.site.lustre / "link"
+    link.symlink_to(private(passes))
     return str(link)
 
 
-def fifo(here: Passes) -> str:
-    path = here.site.lustre / "fifo"
+def fifo(passes: Passes) -> str:
+    path = passes.site.lustre / "fifo"
     os.mkfifo(path, 0o666)
     return str(path)
 
 
-def directory(here: Passes) -> str:
-    (here.site.lustre / "directory").mkdir()
-    return str(here.site.lustre / "directory")
+def directory(passes: Passes) -> str:
+    (passes.site.lustre / "directory").mkdir()
+    return str(passes.site.lustre / "directory")
 
 
-def just_written(here: Passes) -> str:
-    path = here.image("new")
+def just_written(passes: Passes) -> str:
+    path = passes.image("new")
     os.utime(path, (NOW - 5, NOW - 5))
     return path
 
@@ -233,183 +233,183 @@ def just_written(here: Passes) -> str:
     ],
 )
 def test_prefetch_refuses_a_path_that_the_user_could_not_stage_and_logs_no_event(
-    here: Passes, bait: Callable[[Passes], str]
+    passes: Passes, bait: Callable[[Passes], str]
 ) -> None:
-    here.tell(bait(here))
-    assert states(here.run()) == ["refused"]
-    assert here.site.node.cache.entries.is_dir()
-    assert here.site.keys() == set()
-    assert list(read(here.site.places.events)) == []
+    passes.tell(bait(passes))
+    assert states(passes.run()) == ["refused"]
+    assert passes.site.node.cache.entries.is_dir()
+    assert passes.site.keys() == set()
+    assert list(read(passes.site.places.events)) == []
 
 
 @pytest.mark.parametrize("size", [8192, 4 * MIB])
 def test_prefetch_checks_a_replaced_image_again_before_the_copy(
-    here: Passes, monkeypatch: Patch, size: int
+    passes: Passes, monkeypatch: Patch, size: int
 ) -> None:
     """Somebody may be writing it, or it may be larger than what was chosen."""
-    here.configure("max_size: 6MiB\nmin_free: 0\nlow_watermark: 100%\n")
-    path = here.image("a")
-    here.tell(path)
+    passes.configure("max_size: 6MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    path = passes.image("a")
+    passes.tell(path)
     with monkeypatch.context() as patch:
         patch.setattr(prefetch_node._NodePassRun, "copy", lambda _: None)
-        here.run()
-    here.image("a", size)  # half of the room is one user's
+        passes.run()
+    passes.image("a", size)  # half of the room is one user's
     if size == 8192:
         os.utime(path, (NOW - 10, NOW - 10))
-    done = here.run()
-    assert here.copies() == []
+    done = passes.run()
+    assert passes.copies() == []
     assert states(done) == ["refused" if size == 8192 else "not expected enough, or no room"]
 
 
-def test_prefetch_refuses_an_image_for_a_user_unknown_to_the_node(here: Passes) -> None:
-    here.tell(here.image("a"), user=4_000_000_000)
-    (one,) = here.run().decisions
+def test_prefetch_refuses_an_image_for_a_user_unknown_to_the_node(passes: Passes) -> None:
+    passes.tell(passes.image("a"), user=4_000_000_000)
+    (one,) = passes.run().decisions
     assert (one.state, "is no user of this node" in one.why) == ("refused", True)
-    assert here.site.keys() == set()
+    assert passes.site.keys() == set()
 
 
-def test_prefetch_list_with_root_as_user_is_rejected(here: Passes) -> None:
-    here.tell(here.image("private", mode=0o600), user=0)
-    done = here.run()
+def test_prefetch_list_with_root_as_user_is_rejected(passes: Passes) -> None:
+    passes.tell(passes.image("private", mode=0o600), user=0)
+    done = passes.run()
     assert "no user" in done.silent
     assert done.decisions == ()
-    assert not service.locate_list(here.site.places).exists()
+    assert not service.locate_list(passes.site.places).exists()
 
 
-def test_prefetch_list_with_extreme_numbers_is_processed_and_replaceable(here: Passes) -> None:
-    path = here.image("a")
+def test_prefetch_list_with_extreme_numbers_is_processed_and_replaceable(passes: Passes) -> None:
+    path = passes.image("a")
     junk = {"gpu": "n[1-2]", "x": "n[1-999999999]", "y": "n[9-1", "z": ""}
     rows = [ExpectedStarts(part, path, NOBODY, 1e308) for part in ("gpu", "gpu", "x", "y", "none")]
-    rows += [ExpectedStarts("gpu", here.image("b"), DAEMON, -1e308)]
-    here.told = ExpectedImageList((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
-    done = here.run()
+    rows += [ExpectedStarts("gpu", passes.image("b"), DAEMON, -1e308)]
+    passes.told = ExpectedImageList((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
+    done = passes.run()
     assert msgspec.json.encode(done)
     assert list(prefetch_node.pieces(done))
-    assert here.copies() == [path]
-    here.clock.at += LASTS
-    here.tell(here.image("c"))
-    assert "copying" in states(here.run()), "a list with a sequence without end ends as any"
+    assert passes.copies() == [path]
+    passes.clock.at += LASTS
+    passes.tell(passes.image("c"))
+    assert "copying" in states(passes.run()), "a list with a sequence without end ends as any"
 
 
 # --- plans that flap
 
 
-def two_by_turns(here: Passes, passes: int, every: float) -> None:
+def two_by_turns(passes: Passes, count: int, every: float) -> None:
     """One image is named and then the other, where there is room for one beside a job's."""
-    here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
-    used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)))
-    here.site.lease(7, EntryUse(used))
-    turns = here.image("a", MIB), here.image("b", MIB)
-    for number in range(passes):
-        here.tell(turns[number % 2], user=(NOBODY, DAEMON)[number % 2])
-        here.run()
-        here.clock.at += every
-    assert {used} <= here.site.keys()
+    passes.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    used = passes.site.publish(passes.site.image("used", os.urandom(2 * MIB)))
+    passes.site.lease(7, EntryUse(used))
+    turns = passes.image("a", MIB), passes.image("b", MIB)
+    for number in range(count):
+        passes.tell(turns[number % 2], user=(NOBODY, DAEMON)[number % 2])
+        passes.run()
+        passes.clock.at += every
+    assert {used} <= passes.site.keys()
 
 
-def test_images_listed_alternately_are_prefetched_three_times_each_at_most(here: Passes) -> None:
-    two_by_turns(here, 20, 60.0)
-    assert 2 < len(here.copies()) <= 2 * TRIES
+def test_images_listed_alternately_are_prefetched_three_times_each_at_most(passes: Passes) -> None:
+    two_by_turns(passes, 20, 60.0)
+    assert 2 < len(passes.copies()) <= 2 * TRIES
 
 
-def test_images_listed_alternately_are_prefetched_again_after_an_hour(here: Passes) -> None:
-    two_by_turns(here, 8, FORGET)
-    assert len(here.copies()) == 8
+def test_images_listed_alternately_are_prefetched_again_after_an_hour(passes: Passes) -> None:
+    two_by_turns(passes, 8, FORGET)
+    assert len(passes.copies()) == 8
 
 
-def test_image_that_leaves_and_returns_to_the_list_is_prefetched_once(here: Passes) -> None:
-    path = here.image("a")
+def test_image_that_leaves_and_returns_to_the_list_is_prefetched_once(passes: Passes) -> None:
+    path = passes.image("a")
     for number in range(10):
-        here.tell(*([path] if number % 2 == 0 else []))
-        here.run()
-        here.clock.at += 60
-    assert here.copies() == [path]
+        passes.tell(*([path] if number % 2 == 0 else []))
+        passes.run()
+        passes.clock.at += 60
+    assert passes.copies() == [path]
 
 
 def test_refused_image_that_leaves_and_returns_to_the_list_is_opened_three_times_at_most(
-    here: Passes, monkeypatch: Patch
+    passes: Passes, monkeypatch: Patch
 ) -> None:
     opened: list[tuple[object, marks.ImageInspection, float]] = []
     real = prefetch_node.look
     monkeypatch.setattr(prefetch_node, "look", lambda *a: (opened.append(a), real(*a))[1])
-    path = here.image("private", mode=0o600)
+    path = passes.image("private", mode=0o600)
     for number in range(50):
-        here.tell(path if number % 2 == 0 else f"/other/{number}")
-        here.run()
-        here.clock.at += 60
+        passes.tell(path if number % 2 == 0 else f"/other/{number}")
+        passes.run()
+        passes.clock.at += 60
     assert [one[1].image for one in opened].count(path) == TRIES
 
 
 @pytest.mark.parametrize("is_begun", [True, False], ids=["after it began", "at once"])
 def test_prefetch_tries_a_failing_copy_three_times(
-    here: Passes, monkeypatch: Patch, is_begun: bool
+    passes: Passes, monkeypatch: Patch, is_begun: bool
 ) -> None:
     tried = []
 
     def changed(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
         tried.append(images)
-        found = here.site.look(Path(images[0]))
+        found = passes.site.look(Path(images[0]))
         end = CopyOutcome("declined", image=images[0], key=found.key, reason="changed")
         if is_begun:
-            record_outcomes(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+            record_outcomes(passes.site.places, passes.clock.at, "stager", job, [end], 0.0)
         return StageReport(
             (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
         )
 
     monkeypatch.setattr(stage, "stage", changed)
-    path = here.image("a")
+    path = passes.image("a")
     for _ in range(100):
-        here.tell(path)
-        here.run()
-        here.clock.at += 60
+        passes.tell(path)
+        passes.run()
+        passes.clock.at += 60
     assert len(tried) == TRIES
 
 
 def test_prefetch_retries_a_copy_stopped_for_a_job_more_than_three_times(
-    here: Passes, monkeypatch: Patch
+    passes: Passes, monkeypatch: Patch
 ) -> None:
     """It was in vain for no fault of the image's, however often."""
 
     def stopped(node: Node, job: Job, images: list[str], *_: object) -> StageReport:
-        found = here.site.look(Path(images[0]))
+        found = passes.site.look(Path(images[0]))
         end = CopyOutcome("declined", image=images[0], key=found.key, reason="stopped")
-        record_outcomes(here.site.places, here.clock.at, "stager", job, [end], 0.0)
+        record_outcomes(passes.site.places, passes.clock.at, "stager", job, [end], 0.0)
         return StageReport((ImageResult(images[0], "copying", "deadline"),))
 
-    path = here.image("a")
+    path = passes.image("a")
     with monkeypatch.context() as patch:
         patch.setattr(stage, "stage", stopped)
         for _ in range(TRIES + 1):
-            here.tell(path)
-            here.run()
-            here.clock.at += 60
-    here.tell(path)
-    here.run()
-    assert here.copies() == [path]
+            passes.tell(path)
+            passes.run()
+            passes.clock.at += 60
+    passes.tell(path)
+    passes.run()
+    assert passes.copies() == [path]
 
 
-def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(here: Passes) -> None:
-    path = here.image("a")
+def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(passes: Passes) -> None:
+    path = passes.image("a")
     for _ in range(TRIES + 2):
-        here.tell(path)
-        assert states(here.run()) == ["copying"]
-        (key,) = here.site.keys()
-        here.site.node.cache.touch(key, here.clock.at + 30)  # as the Epilog of a job does
-        here.clock.at += 60
-        here.tell(path)
-        here.run()
-        here.site.run("evict", key)
+        passes.tell(path)
+        assert states(passes.run()) == ["copying"]
+        (key,) = passes.site.keys()
+        passes.site.node.cache.touch(key, passes.clock.at + 30)  # as the Epilog of a job does
+        passes.clock.at += 60
+        passes.tell(path)
+        passes.run()
+        passes.site.run("evict", key)
 
 
-def test_prefetch_refuses_an_image_after_three_copies_that_no_job_used(here: Passes) -> None:
-    path = here.image("a")
+def test_prefetch_refuses_an_image_after_three_copies_that_no_job_used(passes: Passes) -> None:
+    path = passes.image("a")
     for _ in range(TRIES):
-        here.tell(path)
-        here.run()
-        here.site.run("evict", "--all")
-        here.clock.at += 60
-    here.tell(path)
-    (one,) = here.run().decisions
+        passes.tell(path)
+        passes.run()
+        passes.site.run("evict", "--all")
+        passes.clock.at += 60
+    passes.tell(path)
+    (one,) = passes.run().decisions
     assert (one.state, one.why) == ("refused", "copied 3 times, and no job used it")
 
 
@@ -417,93 +417,93 @@ def test_prefetch_refuses_an_image_after_three_copies_that_no_job_used(here: Pas
 
 
 def test_prefetch_uses_the_last_list_while_the_host_is_silent_until_the_list_expires(
-    here: Passes,
+    passes: Passes,
 ) -> None:
-    first, second = here.image("a"), here.image("b", mode=0o600)
-    here.tell(first, second)
-    here.run()
-    here.told = PeerError("nobody answers")
+    first, second = passes.image("a"), passes.image("b", mode=0o600)
+    passes.tell(first, second)
+    passes.run()
+    passes.told = PeerError("nobody answers")
     Path(second).chmod(0o644)
-    here.clock.at += LASTS - 1
-    done = here.run()
+    passes.clock.at += LASTS - 1
+    done = passes.run()
     assert (done.silent, done.idle) == ("nobody answers", "")
-    assert here.copies() == [first, second]
-    here.clock.at += 1
-    done = here.run()
+    assert passes.copies() == [first, second]
+    passes.clock.at += 1
+    done = passes.run()
     assert (done.silent, done.idle) == ("nobody answers", "there is no list")
-    assert marks.read(here.site.places).idle == "there is no list"
+    assert marks.read(passes.site.places).idle == "there is no list"
 
 
-def test_prefetch_rejects_a_list_older_than_the_stored_list(here: Passes) -> None:
-    here.tell(here.image("a"))
-    old = here.told
-    here.tell(here.image("b"))
-    here.run()
-    here.told = old
-    assert "older than the one that is here" in here.run().silent
-    assert [Path(one).name for one in here.copies()] == ["b"]
+def test_prefetch_rejects_a_list_older_than_the_stored_list(passes: Passes) -> None:
+    passes.tell(passes.image("a"))
+    old = passes.told
+    passes.tell(passes.image("b"))
+    passes.run()
+    passes.told = old
+    assert "older than the one that is here" in passes.run().silent
+    assert [Path(one).name for one in passes.copies()] == ["b"]
 
 
 @pytest.mark.parametrize("jump", [-1e6, -5000.0, 5000.0, 1e6])
 def test_prefetch_after_a_clock_jump_rejects_the_list_and_repeats_no_copy(
-    here: Passes, jump: float
+    passes: Passes, jump: float
 ) -> None:
-    path = here.image("a")
-    here.tell(path)
-    here.run()
-    told = here.told
-    here.clock.at += jump
-    done = here.run()
+    path = passes.image("a")
+    passes.tell(path)
+    passes.run()
+    told = passes.told
+    passes.clock.at += jump
+    done = passes.run()
     assert done.silent
     assert done.idle == "there is no list"
-    here.tell(path)
-    assert states(here.run()) == ["here"]
-    here.clock.at -= jump
-    here.told = told
-    here.run()
-    assert here.copies() == [path]
+    passes.tell(path)
+    assert states(passes.run()) == ["here"]
+    passes.clock.at -= jump
+    passes.told = told
+    passes.run()
+    assert passes.copies() == [path]
 
 
 # --- room
 
 
-def test_prefetch_evicts_no_recently_used_entry_from_a_full_cache(here: Passes) -> None:
-    here.configure("max_size: 3MiB\nmin_free: 0\nlow_watermark: 100%\n")
-    used = here.site.publish(here.site.image("used", os.urandom(2 * MIB)), age=600.0)
-    path = here.image("a", MIB + MIB // 4)
-    here.tell(path)
-    here.run()
-    assert here.site.keys() == {used}
-    here.site.node.cache.touch(used, NOW - 3600)
-    here.run()
-    assert here.copies() == [path]
-    assert len(here.site.keys()) == 1
+def test_prefetch_evicts_no_recently_used_entry_from_a_full_cache(passes: Passes) -> None:
+    passes.configure("max_size: 3MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    used = passes.site.publish(passes.site.image("used", os.urandom(2 * MIB)), age=600.0)
+    path = passes.image("a", MIB + MIB // 4)
+    passes.tell(path)
+    passes.run()
+    assert passes.site.keys() == {used}
+    passes.site.node.cache.touch(used, NOW - 3600)
+    passes.run()
+    assert passes.copies() == [path]
+    assert len(passes.site.keys()) == 1
 
 
-def test_prefetch_evicts_an_unexpected_entry_before_an_expected_older_entry(here: Passes) -> None:
-    here.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
-    site = here.site
-    expected_here = here.image("old", MIB)
+def test_prefetch_evicts_an_unexpected_entry_before_an_expected_older_entry(passes: Passes) -> None:
+    passes.configure("max_size: 4MiB\nmin_free: 0\nlow_watermark: 100%\n")
+    site = passes.site
+    expected_here = passes.image("old", MIB)
     old = site.publish(Path(expected_here), age=7200.0)
     other = site.publish(site.image("other", os.urandom(MIB)), age=3600.0)
     held = site.publish(site.image("held", os.urandom(MIB)), age=9000.0)
     site.lease(7, EntryUse(held))
-    new = here.image("new", MIB + MIB // 4)
-    here.tell(new, expected_here)
-    here.run()
-    assert here.copies() == [new]
+    new = passes.image("new", MIB + MIB // 4)
+    passes.tell(new, expected_here)
+    passes.run()
+    assert passes.copies() == [new]
     assert {old, held} <= site.keys()
     assert other not in {*site.keys()}
 
 
 def test_job_that_requests_the_image_stops_its_prefetch_and_keeps_the_part(
-    here: Passes, monkeypatch: Patch
+    passes: Passes, monkeypatch: Patch
 ) -> None:
-    key = begin_slowly(here, monkeypatch)
-    here.site.lease(7, EntryUse(key))
-    node = here.site.node
+    key = begin_slowly(passes, monkeypatch)
+    passes.site.lease(7, EntryUse(key))
+    node = passes.site.node
     until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
-    assert here.copies() == []
+    assert passes.copies() == []
     assert node.cache.part(key).owner() is not None
 
 
@@ -512,41 +512,41 @@ def test_job_that_requests_the_image_stops_its_prefetch_and_keeps_the_part(
     [("`enabled: false`", "enabled: false\n", "1GiB"), ("a job runs on this node", "", "null")],
 )
 def test_prefetch_opens_and_copies_nothing_on_a_switched_off_or_busy_node(
-    here: Passes, why: str, text: str, bandwidth: str, monkeypatch: Patch
+    passes: Passes, why: str, text: str, bandwidth: str, monkeypatch: Patch
 ) -> None:
-    held = here.site.publish(here.site.image("held"))
-    here.site.lease(7, EntryUse(held))
-    here.configure(text, bandwidth)
+    held = passes.site.publish(passes.site.image("held"))
+    passes.site.lease(7, EntryUse(held))
+    passes.configure(text, bandwidth)
     monkeypatch.setattr(prefetch_node, "look", None)
-    here.tell(here.image("a"))
-    assert why in here.run().idle
-    assert here.copies() == []
+    passes.tell(passes.image("a"))
+    assert why in passes.run().idle
+    assert passes.copies() == []
 
 
-def test_prefetch_pass_opens_a_limited_number_of_images_and_starts_one_copy(here: Passes) -> None:
-    here.tell(*(here.image(f"i{number}", 4096) for number in range(40)))
-    done = here.run()
-    assert states(done).count("copying") == len(here.copies()) == 1
+def test_prefetch_pass_opens_a_limited_number_of_images_and_starts_one_copy(passes: Passes) -> None:
+    passes.tell(*(passes.image(f"i{number}", 4096) for number in range(40)))
+    done = passes.run()
+    assert states(done).count("copying") == len(passes.copies()) == 1
     assert states(done).count("not looked at") == 40 - prefetch_node.LOOKS
 
 
-def run_slowly(here: Passes, monkeypatch: Patch, more: str = "", bandwidth: str = "4KiB") -> str:
+def run_slowly(passes: Passes, monkeypatch: Patch, more: str = "", bandwidth: str = "4KiB") -> str:
     """A pass that begins a copy which would take minutes; its key."""
     text = f"{more}max_size: 8MiB\nmin_free: 0\nlow_watermark: 100%\nthreads: 1\nchunk_size: 1MiB\n"
-    here.configure(text, bandwidth)
-    here.clock.at = time.time()  # or its files would show that it stands still
-    path = here.image("ahead", 3 * MIB + MIB // 2)
-    here.tell(path)
-    assert states(here.run(waits=False)) == ["copying"]
-    return here.site.look(Path(path)).key
+    passes.configure(text, bandwidth)
+    passes.clock.at = time.time()  # or its files would show that it stands still
+    path = passes.image("ahead", 3 * MIB + MIB // 2)
+    passes.tell(path)
+    assert states(passes.run(waits=False)) == ["copying"]
+    return passes.site.look(Path(path)).key
 
 
-def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
+def begin_slowly(passes: Passes, monkeypatch: Patch) -> str:
     """A copy for pending jobs that would take minutes; its key."""
-    key = run_slowly(here, monkeypatch)
+    key = run_slowly(passes, monkeypatch)
 
     def begun() -> bool:
-        owner = here.site.node.cache.part(key).owner()
+        owner = passes.site.node.cache.part(key).owner()
         return owner is not None and owner.phase == "copying"
 
     until(begun, "the copy to begin")
@@ -554,14 +554,16 @@ def begin_slowly(here: Passes, monkeypatch: Patch) -> str:
 
 
 def test_prefetch_starts_no_second_copy_while_its_first_copy_runs(
-    here: Passes, monkeypatch: Patch
+    passes: Passes, monkeypatch: Patch
 ) -> None:
-    begin_slowly(here, monkeypatch)
-    here.tell(str(here.site.lustre / "ahead"), here.image("b"))
-    assert sorted(states(here.run(waits=False))) == ["copying", "not expected enough, or no room"]
+    begin_slowly(passes, monkeypatch)
+    passes.tell(str(passes.site.lustre / "ahead"), passes.image("b"))
+    assert sorted(states(passes.run(waits=False))) == ["copying", "not expected enough, or no room"]
 
 
-def test_prefetch_copy_stops_if_the_leases_cannot_be_read(here: Passes, monkeypatch: Patch) -> None:
+def test_prefetch_copy_stops_if_the_leases_cannot_be_read(
+    passes: Passes, monkeypatch: Patch
+) -> None:
     """One of them may be on its image; nobody would look again."""
 
     def fail(leases: LeaseDirectory) -> frozenset[str]:
@@ -569,16 +571,16 @@ def test_prefetch_copy_stops_if_the_leases_cannot_be_read(here: Passes, monkeypa
 
     monkeypatch.setattr(LeaseDirectory, "keys", fail)
     stop = threading.Event()
-    with queue.stop_when_requested(here.site.node, "0" * 32, stop):
+    with queue.stop_when_requested(passes.site.node, "0" * 32, stop):
         assert stop.wait(HANGS)
 
 
 @pytest.mark.parametrize("begins", ["beside the copy", "just before it"])
 def test_prolog_stops_a_prefetch_copy_without_a_bandwidth_limit(
-    here: Passes, monkeypatch: Patch, begins: str
+    passes: Passes, monkeypatch: Patch, begins: str
 ) -> None:
     """Whatever it names; also if the pass saw a node without jobs a moment ago."""
-    called, real = here.site.places.called("prolog"), stage.stage
+    called, real = passes.site.places.called("prolog"), stage.stage
 
     def late(*args: Any) -> StageReport:
         called.touch()
@@ -586,40 +588,40 @@ def test_prolog_stops_a_prefetch_copy_without_a_bandwidth_limit(
 
     if begins == "just before it":
         monkeypatch.setattr(stage, "stage", late)
-    run_slowly(here, monkeypatch, "bandwidth: 4KiB\n", "null")
+    run_slowly(passes, monkeypatch, "bandwidth: 4KiB\n", "null")
     if begins == "beside the copy":
         called.touch()
 
     def stopped() -> bool:
-        found = [event.outcome for event in read(here.site.places.events)]
+        found = [event.outcome for event in read(passes.site.places.events)]
         return any(one.reason == "stopped" for one in found if isinstance(one, CopyOutcome))
 
     until(stopped, "the end of the copy")
 
 
 def test_requested_copy_stops_a_prefetch_copy_and_blocks_new_prefetches(
-    here: Passes, monkeypatch: Patch
+    passes: Passes, monkeypatch: Patch
 ) -> None:
-    key = begin_slowly(here, monkeypatch)
-    node, image = here.site.node, here.site.look(Path(here.image("job")))
+    key = begin_slowly(passes, monkeypatch)
+    node, image = passes.site.node, passes.site.look(Path(passes.image("job")))
     owner = PartRecord(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
     with lock.held(node.cache.key_lock(image.key), 0):
         node.cache.part(image.key).write_owner(owner)
         until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
-        assert here.run().idle == prefetch_node.COPYING
-    assert here.copies() == []
+        assert passes.run().idle == prefetch_node.COPYING
+    assert passes.copies() == []
 
 
 @pytest.mark.parametrize("leased", [True, False], ids=["a job's", "forestage stage"])
 def test_requested_copy_gets_the_space_of_a_running_prefetch_copy(
-    here: Passes, monkeypatch: Patch, leased: bool
+    passes: Passes, monkeypatch: Patch, leased: bool
 ) -> None:
-    key = begin_slowly(here, monkeypatch)
-    path = Path(here.image("job", 6 * MIB))
+    key = begin_slowly(passes, monkeypatch)
+    path = Path(passes.image("job", 6 * MIB))
     if leased:
-        here.site.lease(7, EntryUse(here.site.look(path).key))
-    node, job = here.site.node, stage.nobody(prefetch_node.user_of(NOBODY), "n1")
+        passes.site.lease(7, EntryUse(passes.site.look(path).key))
+    node, job = passes.site.node, stage.nobody(prefetch_node.user_of(NOBODY), "n1")
     (done,) = stage.stage(node, job, [str(path)], 240.0, lambda _: None).images
     assert (done.result, done.reason) == ("copied", "")
-    assert here.copies() == [str(path)]
+    assert passes.copies() == [str(path)]
     until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the other copy")

@@ -24,7 +24,7 @@ def places(tmp_path: Path) -> NodePaths:
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> StepImport:
+def step_import(monkeypatch: pytest.MonkeyPatch) -> StepImport:
     """This process is who starts workers."""
     name = Path("/proc/self/comm").read_text().strip()
     monkeypatch.setattr(step_files, "PROCESS_NAME", name)
@@ -32,32 +32,34 @@ def one(monkeypatch: pytest.MonkeyPatch) -> StepImport:
 
 
 def test_import_record_is_listed_until_the_import_is_forgotten(
-    places: NodePaths, one: StepImport
+    places: NodePaths, step_import: StepImport
 ) -> None:
-    older = msgspec.structs.replace(one, step=1, since=50.0)
-    for noted in (one, msgspec.structs.replace(one, said="writes"), older):
+    older = msgspec.structs.replace(step_import, step=1, since=50.0)
+    for noted in (step_import, msgspec.structs.replace(step_import, said="writes"), older):
         step_files.note_import(places, noted)
     assert [(found.step, found.said) for found in step_files.list_imports(places)] == [
         (1, ""),
         (2, "writes"),
     ]
-    step_files.forget_import(places, one)
+    step_files.forget_import(places, step_import)
     assert step_files.list_imports(places) == (older,)
 
 
-def test_import_record_of_a_dead_process_is_not_listed(places: NodePaths, one: StepImport) -> None:
+def test_import_record_of_a_dead_process_is_not_listed(
+    places: NodePaths, step_import: StepImport
+) -> None:
     # A number that is another's now.
-    step_files.note_import(places, msgspec.structs.replace(one, pid=1))
-    step_files.note_import(places, msgspec.structs.replace(one, step=3, pid=1 << 22))
+    step_files.note_import(places, msgspec.structs.replace(step_import, pid=1))
+    step_files.note_import(places, msgspec.structs.replace(step_import, step=3, pid=1 << 22))
     (places.images / "7.4.json").write_text("{")
     (places.images / "7.5.json").mkdir()
     assert step_files.list_imports(places) == ()
 
 
 def test_import_record_is_not_listed_if_its_pid_has_another_process_name(
-    places: NodePaths, one: StepImport
+    places: NodePaths, step_import: StepImport
 ) -> None:
-    step_files.note_import(places, one)
+    step_files.note_import(places, step_import)
     comm = Path("/proc/self/comm")
     before = comm.read_bytes()
     try:
@@ -68,23 +70,23 @@ def test_import_record_is_not_listed_if_its_pid_has_another_process_name(
 
 
 def test_import_record_is_not_listed_if_its_pid_is_an_untrusted_process(
-    places: NodePaths, one: StepImport, monkeypatch: pytest.MonkeyPatch
+    places: NodePaths, step_import: StepImport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step_files.note_import(places, one)
+    step_files.note_import(places, step_import)
     monkeypatch.setattr(processes, "is_trusted", lambda process: False)
     assert step_files.list_imports(places) == ()
 
 
-def test_import_record_is_private_to_root(places: NodePaths, one: StepImport) -> None:
-    step_files.note_import(places, one)
+def test_import_record_is_private_to_root(places: NodePaths, step_import: StepImport) -> None:
+    step_files.note_import(places, step_import)
     assert (places.images / "7.2.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_import_record_is_skipped_without_the_images_directory(
-    tmp_path: Path, one: StepImport
+    tmp_path: Path, step_import: StepImport
 ) -> None:
     places = NodePaths(tmp_path / "node")
-    step_files.note_import(places, one)
+    step_files.note_import(places, step_import)
     assert step_files.list_imports(places) == ()
 
 

@@ -339,63 +339,63 @@ class Now(Clock):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> CommandContext:
+def context(tmp_path: Path) -> CommandContext:
     return CommandContext(NodePaths(tmp_path), Now())
 
 
-def ran(world: CommandContext, *words: str | Path, given: bytes = b"") -> Result:
-    return CliRunner().invoke(main, ["report", *map(str, words)], obj=world, input=given)
+def ran(context: CommandContext, *words: str | Path, given: bytes = b"") -> Result:
+    return CliRunner().invoke(main, ["report", *map(str, words)], obj=context, input=given)
 
 
-def as_report(world: CommandContext, *words: str | Path, given: bytes = b"") -> SavingsReport:
-    done = ran(world, "--json", *words, given=given)
+def as_report(context: CommandContext, *words: str | Path, given: bytes = b"") -> SavingsReport:
+    done = ran(context, "--json", *words, given=given)
     assert done.exit_code == 0, done.output
     return msgspec.json.decode(done.stdout, type=SavingsReport)
 
 
-def test_report_counts_and_skips_damaged_log_lines(world: CommandContext, tmp_path: Path) -> None:
+def test_report_counts_and_skips_damaged_log_lines(context: CommandContext, tmp_path: Path) -> None:
     good = [lines(event("prolog", hit(), n, job=n)) for n in range(3)]
     damage = (b"{}\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b"\n", b'{"time": 1')
     (tmp_path / "log").write_bytes(
         good[0] + damage[0] + damage[1] + good[1] + damage[2] + damage[3] + good[2] + damage[4]
     )
-    found = as_report(world, tmp_path / "log")
+    found = as_report(context, tmp_path / "log")
     assert (found.logs.damaged_lines, found.total.hit) == (5, 3)
 
 
-def test_report_counts_a_log_given_twice_once(world: CommandContext, tmp_path: Path) -> None:
+def test_report_counts_a_log_given_twice_once(context: CommandContext, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "b").symlink_to("a")
     (tmp_path / "c").write_bytes((tmp_path / "a").read_bytes())
-    found = as_report(world, *(tmp_path / name for name in "aabc"))
+    found = as_report(context, *(tmp_path / name for name in "aabc"))
     assert (found.logs.logs, found.logs.duplicates, found.total.hit) == (1, 2, 1)
-    assert as_report(world, "-", given=(tmp_path / "a").read_bytes()).total.hit == 1
+    assert as_report(context, "-", given=(tmp_path / "a").read_bytes()).total.hit == 1
 
 
 def test_report_reads_the_rotated_log_before_the_current_log(
-    world: CommandContext, tmp_path: Path
+    context: CommandContext, tmp_path: Path
 ) -> None:
     """Otherwise a step whose Prolog is in the rotated log would be a second start."""
     (tmp_path / "n.jsonl.1").write_bytes(lines(event("prolog", hit())))
     (tmp_path / "n.jsonl").write_bytes(lines(event("step", hit(redirect="kept"))))
-    found = as_report(world, tmp_path / "n.jsonl", tmp_path / "n.jsonl.1")
+    found = as_report(context, tmp_path / "n.jsonl", tmp_path / "n.jsonl.1")
     assert (found.logs.logs, found.total.hit) == (2, 1)
 
 
-def test_report_without_arguments_reads_this_nodes_logs(world: CommandContext) -> None:
-    assert as_report(world).logs.logs == 0
-    log = world.places.events
+def test_report_without_arguments_reads_this_nodes_logs(context: CommandContext) -> None:
+    assert as_report(context).logs.logs == 0
+    log = context.places.events
     log.parent.mkdir(parents=True)
     log.write_bytes(lines(event("prolog", hit())))
     log.with_name(log.name + ".1").write_bytes(lines(event("prolog", hit(), at=-9, job=6)))
-    found = as_report(world)
+    found = as_report(context)
     assert (found.logs.logs, found.total.hit) == (2, 2)
 
 
 def test_report_of_a_missing_log_exits_with_not_found_and_writes_no_page(
-    world: CommandContext, tmp_path: Path
+    context: CommandContext, tmp_path: Path
 ) -> None:
-    done = ran(world, tmp_path / "none", "-o", tmp_path / "page")
+    done = ran(context, tmp_path / "none", "-o", tmp_path / "page")
     assert done.exit_code == ExitStatus.NOT_FOUND
     assert not (tmp_path / "page").exists()
 
@@ -411,11 +411,11 @@ def test_report_of_a_missing_log_exits_with_not_found_and_writes_no_page(
     ],
 )
 def test_report_since_accepts_a_date_or_an_age(
-    world: CommandContext, tmp_path: Path, since: str, starts: int
+    context: CommandContext, tmp_path: Path, since: str, starts: int
 ) -> None:
     late = event("prolog", hit(), at=9 * DAY, job=8)
     (tmp_path / "log").write_bytes(lines(event("prolog", hit()), late))
-    assert as_report(world, "--since", since, tmp_path / "log").total.hit == starts
+    assert as_report(context, "--since", since, tmp_path / "log").total.hit == starts
 
 
 @pytest.mark.parametrize(
@@ -430,24 +430,24 @@ def test_report_since_accepts_a_date_or_an_age(
     ],
 )
 def test_report_refuses_an_ambiguous_or_impossible_time_range(
-    world: CommandContext, words: tuple[str, ...]
+    context: CommandContext, words: tuple[str, ...]
 ) -> None:
-    assert ran(world, "--json", *words).exit_code == ExitStatus.USAGE
+    assert ran(context, "--json", *words).exit_code == ExitStatus.USAGE
 
 
-def test_report_since_without_a_unit_exits_with_the_known_units(world: CommandContext) -> None:
-    done = ran(world, "--since", "7")
+def test_report_since_without_a_unit_exits_with_the_known_units(context: CommandContext) -> None:
+    done = ran(context, "--since", "7")
     assert done.exit_code == ExitStatus.USAGE
     assert "7 has no unit: 7d is days, 7h hours ago" in done.output
 
 
 def test_report_prints_text_unless_output_or_json_is_given(
-    world: CommandContext, tmp_path: Path
+    context: CommandContext, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     shown = msgspec.structs.replace(hit(wait=1.0), redirect="spank", baseline=31.0)
     log.write_bytes(lines(event("step", shown), event("prolog", MISSED, job=8)))
-    text = ran(world, log).stdout
+    text = ran(context, log).stdout
     assert re.search(r"saved +30 s, summed over nodes; measured: 1 of 1 start from a copy", text)
     assert re.search(r"hit ratio +50.0 %, 1 of 2 starts", text)
     assert re.search(r"in vain +deadline 1", text)
@@ -455,35 +455,35 @@ def test_report_prints_text_unless_output_or_json_is_given(
     assert re.search(r"(?m)^  USER +STARTS +HITS +KEPT OFF +SAVED$", text)
     assert re.search(r"(?m)^  n1 +2 +1 ", text)
     assert "<" not in text
-    assert "no events" in ran(world).stdout
-    assert ran(world, log, "-o", "-").stdout.startswith("<!DOCTYPE html>")
+    assert "no events" in ran(context).stdout
+    assert ran(context, log, "-o", "-").stdout.startswith("<!DOCTYPE html>")
 
 
 def test_report_names_the_missing_folder_of_its_output_file(
-    world: CommandContext, tmp_path: Path
+    context: CommandContext, tmp_path: Path
 ) -> None:
-    done = ran(world, "-o", tmp_path / "none/r.html")
+    done = ran(context, "-o", tmp_path / "none/r.html")
     assert done.exit_code == ExitStatus.NOT_FOUND
     assert f"{tmp_path}/none is not there" in done.output
 
 
 def test_report_output_replaces_a_file_but_writes_through_a_link_or_fifo(
-    world: CommandContext, tmp_path: Path
+    context: CommandContext, tmp_path: Path
 ) -> None:
     page, link, pipe = tmp_path / "page.html", tmp_path / "link", tmp_path / "pipe"
-    assert ran(world, "-o", page).exit_code == 0
+    assert ran(context, "-o", page).exit_code == 0
     before = page.stat().st_ino
     link.symlink_to(page)
-    assert ran(world, "--json", "-o", link).exit_code == 0
+    assert ran(context, "--json", "-o", link).exit_code == 0
     assert link.is_symlink()
     assert json.loads(page.read_bytes())["events"] == 0
     assert page.stat().st_ino == before
-    assert ran(world, "-o", page).exit_code == 0
+    assert ran(context, "-o", page).exit_code == 0
     assert page.stat().st_ino != before, "replaced as a whole"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        assert ran(world, "--json", "-o", pipe).exit_code == 0
+        assert ran(context, "--json", "-o", pipe).exit_code == 0
         assert os.read(reader, 1) == b"{"
     finally:
         os.close(reader)
