@@ -42,9 +42,9 @@ def test_every_name_in_the_list_of_longest_tests_exists() -> None:
         ([], True, CLUSTERS),
         ([CLUSTERS], True, CLUSTERS),
     ],
-    ids=["first", "where nobody is", "helps", "clusters", "clusters together"],
+    ids=["first", "without a lane", "all with a lane", "clusters", "clusters together"],
 )
-def test_lane_chooses_a_folder_of_its_kind_without_another_lane(
+def test_lane_prefers_a_folder_of_its_kind_that_has_no_lane(
     begun: list[Path], clusters_first: bool, wanted: Path
 ) -> None:
     assert lanes.next_folder([HOOKS, UNIT, CLUSTERS], begun, clusters_first) == wanted
@@ -58,7 +58,7 @@ def test_slowest_tests_are_listed_first(tmp_path: Path) -> None:
     assert (len(told), told[0]) == (lanes.MOST, "39.5 tests/a.py::test_39")
 
 
-def test_lane_chooses_the_remaining_folder_and_ends_without_one() -> None:
+def test_lane_chooses_the_remaining_folder_or_ends() -> None:
     assert lanes.next_folder([CLUSTERS], [CLUSTERS], clusters_first=False) == CLUSTERS
     assert lanes.next_folder([UNIT], [UNIT], clusters_first=True) == UNIT
     assert lanes.next_folder([], [UNIT], clusters_first=True) is None

@@ -386,7 +386,7 @@ def entry_of(node: Node, path: Path) -> Entry:
     return found
 
 
-def test_image_whose_own_fstab_binds_a_parent_directory_is_not_served(
+def test_image_with_an_fstab_that_binds_a_parent_directory_is_not_served(
     spank: Node, packed: Packed
 ) -> None:
     path = spank.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
@@ -398,7 +398,7 @@ def test_image_whose_own_fstab_binds_a_parent_directory_is_not_served(
     assert noted(spank, 7) == []  # each step of the job is looked at
 
 
-def test_image_whose_own_fstab_binds_nothing_is_served(spank: Node, packed: Packed) -> None:
+def test_image_with_an_fstab_that_binds_nothing_is_served(spank: Node, packed: Packed) -> None:
     text = f"# UNCONFIGURED FSTAB\n{spank.shared} /data none rbind\n"
     path = spank.put("images/image.sqsh", packed(text))
     assert answer_to(spank, path, {}, {"A": "b"})[0] == "use"
@@ -406,12 +406,12 @@ def test_image_whose_own_fstab_binds_nothing_is_served(spank: Node, packed: Pack
     assert len(noted(spank, 7)) == 1
 
 
-def test_image_whose_own_fstab_is_a_symlink_is_not_served(spank: Node, packed: Packed) -> None:
+def test_image_with_an_fstab_that_is_a_symlink_is_not_served(spank: Node, packed: Packed) -> None:
     path = spank.put("images/image.sqsh", packed("->/etc/passwd"))
     assert answer_to(spank, path, {}, {"A": "b"}) == LEAVE
 
 
-def test_prolog_declines_an_image_whose_own_fstab_binds_a_parent_directory(
+def test_prolog_declines_an_image_with_an_fstab_that_binds_a_parent_directory(
     node: Node, packed: Packed
 ) -> None:
     path = node.put("images/image.sqsh", packed(f"{node.shared} bind\n"))
@@ -419,7 +419,7 @@ def test_prolog_declines_an_image_whose_own_fstab_binds_a_parent_directory(
     assert node.binds() == {}
 
 
-def test_stager_mounts_no_redirect_for_an_image_whose_own_fstab_may_bind_a_parent_directory(
+def test_stager_mounts_no_redirect_for_an_image_with_an_fstab_that_may_bind_a_parent_directory(
     node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)

@@ -212,7 +212,7 @@ def test_evict_cache_refuses_the_current_cache_under_another_path(node: Node) ->
     assert node.entries() == {node.identity(path).key}
 
 
-def test_evict_cache_refuses_an_earlier_cache_whose_disk_is_unmounted_or_replaced(
+def test_evict_cache_refuses_an_earlier_cache_with_an_unmounted_or_replaced_disk(
     node: Node,
 ) -> None:
     old = node.places.root / "mnt/old"

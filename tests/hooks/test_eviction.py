@@ -53,7 +53,7 @@ def test_least_recently_used_entry_is_evicted_and_no_other(node: Node) -> None:
     assert new not in node.entries()
 
 
-def test_superseded_entry_goes_before_one_used_longer_ago(node: Node) -> None:
+def test_superseded_entry_is_evicted_before_the_least_recently_used(node: Node) -> None:
     node.configure(max_size=ROOM_FOR_THREE)
     oldest = stage(node, 1, "alice/other.sqsh", 1)
     before = stage(node, 2, "alice/image.sqsh", 2, Later(10))

@@ -36,7 +36,7 @@ def holding(park: Park, before: Arrange) -> Callable[[Path], None]:
     return arrange
 
 
-def test_redirect_on_a_file_whose_mount_hangs_is_declined_and_the_hook_ends(
+def test_redirect_is_declined_and_the_hook_ends_if_the_mount_hangs(
     node: Node, park: Park, holding: Callable[[Path], None]
 ) -> None:
     path = node.put("alice/image.sqsh")

@@ -15,7 +15,7 @@ from forestage.units import SizeOrShare
 from node import Arrange, Node
 
 
-def test_no_lease_is_taken_without_the_lock(node: Node, short_locks: None) -> None:
+def test_no_lease_is_written_without_the_space_lock(node: Node, short_locks: None) -> None:
     node.cache.prepare(require_mount=True)
     path = node.put("alice/image.sqsh")
     with lock.held(node.cache.space_lock, 0):
@@ -24,7 +24,7 @@ def test_no_lease_is_taken_without_the_lock(node: Node, short_locks: None) -> No
     assert node.shows_source(path)
 
 
-def test_no_redirect_is_mounted_without_the_lock(
+def test_no_redirect_is_mounted_without_the_space_lock(
     node: Node, short_locks: None, after: Arrange
 ) -> None:
     """An Epilog that runs beside it could take it for one that nobody needs."""
@@ -38,7 +38,7 @@ def test_no_redirect_is_mounted_without_the_lock(
 
 
 @pytest.mark.parametrize("how", ["keys", "room", "tidy"])
-def test_nothing_is_evicted_without_the_lock(
+def test_no_entry_is_evicted_without_the_space_lock(
     node: Node, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """A lease may be written just now, for the very entry that the plan takes."""
@@ -59,7 +59,7 @@ def test_nothing_is_evicted_without_the_lock(
     assert work() == (key,)
 
 
-def test_epilog_unmounts_no_redirect_without_the_lock(
+def test_epilog_unmounts_no_redirect_without_the_space_lock(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prolog of another job may be about to count on it; but its own lease goes.

@@ -160,7 +160,7 @@ def test_damaged_cache_files_cost_a_miss_and_no_intact_entry(
 
 
 @each("cut", "full directory")
-def test_stray_file_in_the_cache_is_evicted_first(node: Node, damage: Damage) -> None:
+def test_stray_and_damaged_files_in_the_cache_are_evicted_first(node: Node, damage: Damage) -> None:
     node.cache.prepare(require_mount=True)
     well = publish(node, "well")
     damage(node.cache.entries / "stray")
@@ -190,9 +190,7 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
 
 
 @each("gone", "cut", "full directory", "fifo")
-def test_sweep_after_a_restart_evicts_damaged_entries_and_keeps_intact_ones(
-    node: Node, damage: Damage
-) -> None:
+def test_sweep_after_a_restart_evicts_only_damaged_entries(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     here = Here.of(load_config(node.places.etc).config, node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient(""), False, lambda text: None)
@@ -204,9 +202,7 @@ def test_sweep_after_a_restart_evicts_damaged_entries_and_keeps_intact_ones(
 
 
 @each("gone", "garbage", "fifo")
-def test_verify_all_evicts_damaged_entries_and_keeps_intact_ones(
-    node: Node, damage: Damage
-) -> None:
+def test_verify_all_evicts_only_damaged_entries(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
     (node.server / "alice/entry-map").unlink()  # so that its digests are looked at
     world = CommandContext(node.places, Clock())

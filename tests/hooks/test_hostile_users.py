@@ -80,7 +80,7 @@ def test_nonsensical_save_path_does_not_stop_staging(node: Node, saves: str) -> 
     assert (node.epilog(1).code, node.binds()) == (0, {})
 
 
-def test_acl_that_denies_is_mirrored_and_denies_the_copy_as_well(node: Node) -> None:
+def test_acl_that_denies_a_user_the_source_denies_the_copy_too(node: Node) -> None:
     path = node.put("alice/image.sqsh", mode=0o644)
     source = node.server / "alice/image.sqsh"
     subprocess.run(["setfacl", "-m", f"u:{BOB.uid}:-", source], check=True)
@@ -155,7 +155,7 @@ def test_redirect_moved_during_its_unmount_is_unmounted(
     assert node.binds() == {}
 
 
-def test_copy_that_this_user_cannot_read_is_not_mounted(node: Node, after: Arrange) -> None:
+def test_copy_that_the_jobs_user_cannot_read_is_not_mounted(node: Node, after: Arrange) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
     copy = node.cache.image(node.identity(path).key)

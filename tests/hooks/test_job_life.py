@@ -43,7 +43,7 @@ def test_job_can_read_a_redirected_image_but_not_write(node: Node) -> None:
             os.open(path, flags)
 
 
-def test_warm_image_is_not_copied_again(node: Node) -> None:
+def test_image_in_the_cache_is_not_copied_again(node: Node) -> None:
     path = node.staged(1)
     copy = node.cache.image(node.identity(path).key)
     before = copy.stat()
@@ -178,7 +178,7 @@ def test_source_with_other_bytes_but_same_size_and_mtime_is_another_image(node: 
     assert path.read_bytes() == content(2)
 
 
-def test_image_deleted_under_a_redirect_is_gone_for_the_next_job(node: Node) -> None:
+def test_image_deleted_under_a_redirect_is_declined_as_missing_for_the_next_job(node: Node) -> None:
     path = node.staged(1)
     node.elsewhere((node.server / "alice/image.sqsh").unlink)
     assert node.prolog(2, path).said == ("declined", "missing")

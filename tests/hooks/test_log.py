@@ -33,7 +33,7 @@ def test_unread_dev_log_does_not_block_a_job_without_images(hook: str) -> None:
 
 
 @pytest.mark.usefixtures("unread")
-def test_unread_dev_log_does_not_block_hook_or_stager(node: Node) -> None:
+def test_unread_dev_log_does_not_block_a_hook_or_its_stager(node: Node) -> None:
     path = node.put("alice/image.sqsh")
     for job in (1, 2):
         environ = node.environ(job, path) | {"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"}

@@ -89,7 +89,7 @@ def test_prolog_of_a_reused_number_keeps_the_new_jobs_node_list(node: Node, imag
 
 
 @pytest.mark.parametrize("start", ["", "100"])
-def test_second_prolog_of_the_same_run_releases_nothing(
+def test_second_prolog_of_the_same_run_keeps_lease_and_redirect(
     node: Node, image: Path, start: str
 ) -> None:
     lease = node.held(JOB)

@@ -212,7 +212,7 @@ def test_job_with_enough_room_to_unpack_evicts_nothing(node: Node) -> None:
     assert node.entries() == keys
 
 
-def test_nothing_is_evicted_to_unpack_a_file_that_is_mounted(node: Node) -> None:
+def test_no_entry_is_evicted_to_unpack_a_file_that_is_mounted(node: Node) -> None:
     keys = staged(node, 1, BOB, 10)
     node.configure(unpack_ratio=3, min_free="20%", redirect="spank")
     total, free = disk(node)

@@ -525,7 +525,9 @@ def test_step_with_a_malformed_environment_is_answered_leave(spank: Node, name: 
 
 
 @pytest.mark.parametrize("image", [None, ""])
-def test_step_without_an_image_is_answered_at_once(spank: Node, image: str | None) -> None:
+def test_step_without_an_image_is_answered_leave_no_image_and_logs_no_event(
+    spank: Node, image: str | None
+) -> None:
     given = environ(spank, 7, image or "")
     if image is None:
         del given[IMAGE_OPTION]

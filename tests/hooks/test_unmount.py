@@ -65,7 +65,7 @@ def test_hanging_unmount_does_not_stop_the_unmount_of_another_users_redirect(
     assert tries.read_text() == "True\n", "it must not hang under the node's lock"
 
 
-def test_path_whose_unmount_hung_is_skipped_by_later_epilogs_for_a_while(
+def test_path_with_a_hung_unmount_is_skipped_by_later_epilogs_for_a_while(
     node: Node, hang: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = hang(node.staged(1))
@@ -81,7 +81,7 @@ def test_path_whose_unmount_hung_is_skipped_by_later_epilogs_for_a_while(
     assert node.binds() == {}
 
 
-def test_redirect_whose_unmount_hung_is_used_by_the_next_job(
+def test_redirect_left_by_a_hung_unmount_is_used_by_the_next_job(
     node: Node, hang: Callable[[Path], Path]
 ) -> None:
     path = node.staged(1)

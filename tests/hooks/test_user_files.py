@@ -250,7 +250,7 @@ def test_explain_shows_a_user_another_users_late_copy_without_its_job(node: Node
     assert "bob" not in text
 
 
-def test_wrong_bytes_are_reported_to_users_whose_jobs_used_the_entry(node: Node) -> None:
+def test_wrong_bytes_are_reported_to_the_users_of_the_entry(node: Node) -> None:
     events.record_events(node.places, [event(ALICE, 7), event(BOB, 8)])
     bad = BadEntryOutcome(
         "bad", "wrong-bytes", image="/lustre/alice/img.sqsh", key=KEYS[ALICE.uid], chunks=2
@@ -270,7 +270,7 @@ def test_wrong_bytes_are_reported_to_users_whose_jobs_used_the_entry(node: Node)
     ],
     ids=["evicted", "in a path"],
 )
-def test_wrong_bytes_are_not_reported_to_users_whose_events_only_mention_the_key(
+def test_wrong_bytes_are_not_reported_to_a_user_with_events_that_only_mention_the_key(
     node: Node, outcome: events.Outcome
 ) -> None:
     events.record_events(node.places, [event(ALICE, 7, outcome), event(BOB, 8)])
@@ -309,7 +309,7 @@ def test_wrong_bytes_are_logged_if_they_cannot_be_written_for_users(node: Node) 
 # What users do to it
 
 
-def test_user_who_locks_their_event_file_delays_no_hook(node: Node) -> None:
+def test_users_lock_on_their_event_file_delays_no_hook(node: Node) -> None:
     node.staged(7)
     code = """
 fd = os.open(words[0], os.O_RDONLY)

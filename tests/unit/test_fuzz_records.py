@@ -165,7 +165,7 @@ def test_record_that_is_no_regular_file_is_damage_and_does_not_block(
         records.load(tmp_path / "record", Lease)
 
 
-def test_entry_whose_image_is_a_symlink_is_not_read(
+def test_entry_with_a_symlink_as_its_image_is_not_read(
     cache: Cache, publish: Callable[[SourceImage], Entry]
 ) -> None:
     """A link has a size as well, and may lead anywhere."""
@@ -189,7 +189,7 @@ SIZE = 2 * CHUNK + 5
     max_examples=15 * MORE,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-def test_resumed_copy_keeps_only_chunks_whose_digest_matches(
+def test_resumed_copy_keeps_only_chunks_with_a_matching_digest(
     tmp_path: Path, told: list[str], tail: bytes
 ) -> None:
     part = Part(tmp_path)

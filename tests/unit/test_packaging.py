@@ -50,7 +50,7 @@ def needed(requirements: list[str], python: str, seen: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_dependency_of_the_package_has_one_version(python: str) -> None:
+def test_each_dependency_is_pinned_to_one_version(python: str) -> None:
     """Else two builds of one commit differ, and nobody has tested the second."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert needed(project["dependencies"], python, set()) <= set(pins())

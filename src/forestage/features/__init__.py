@@ -172,7 +172,7 @@ FEATURES = (
                 "test_peer_service_records_a_proven_client_only_from_another_address"
             ),
             "tests/hooks/test_earlier_cache.py: Dirs",
-            "tests/hooks/test_shares.py: test_nothing_is_evicted_to_unpack_a_file_that_is_mounted",
+            "tests/hooks/test_shares.py: test_no_entry_is_evicted_to_unpack_a_file_that_is_mounted",
             "tests/hooks/test_groups.py: show",
             "tests/hooks/test_groups.py: test_directory_readable_only_in_a_step_is_copied_then",
             "tests/hooks/test_user_fuse.py: is_declined",

@@ -28,7 +28,7 @@ def test_mount_of_a_cache_file_other_than_an_entrys_image_is_no_redirect(inside:
     assert origins.list_binds(table, [CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))]) == []
 
 
-def test_bind_belongs_to_the_innermost_cache_whose_directory_and_device_match() -> None:
+def test_bind_belongs_to_the_innermost_cache_with_matching_directory_and_device() -> None:
     inner = CacheOrigin(f"{HERE}/inner", BindOrigin("259:1", "/forestage/inner/"))
     outer = CacheOrigin(HERE, BindOrigin("259:1", "/forestage/"))
     table = [

@@ -96,7 +96,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return paths
 
 
-def test_hooks_skip_a_bind_whose_unmount_hung_until_the_note_is_old_and_the_sweep_retries(
+def test_hooks_skip_a_bind_after_a_hung_unmount_for_a_while_and_the_sweep_retries(
     cache: Cache, table: list[MountInfo], hangs: set[str], me: User
 ) -> None:
     five, six = bind(cache, 5), bind(cache, 6)

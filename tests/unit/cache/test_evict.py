@@ -135,7 +135,7 @@ def test_entry_dated_in_the_future_is_superseded_by_a_newer_entry_of_the_path(
             want(1),
             "",
             EvictionPlan(("old",), 10, True),
-            id="superseded by an entry that is listed before it",
+            id="superseded by an entry listed before",
         ),
         pytest.param(
             [stored("a", 1), stored("old", 8, "/x", 1)],
@@ -143,7 +143,7 @@ def test_entry_dated_in_the_future_is_superseded_by_a_newer_entry_of_the_path(
             want(1),
             "/x",
             EvictionPlan(("old",), 10, True),
-            id="superseded by what is being staged",
+            id="superseded by the image being staged",
         ),
         pytest.param(
             [stored("old", 8, "/x", 1), stored("new", 9, "/x", 2), stored("a", 1)],
@@ -151,7 +151,7 @@ def test_entry_dated_in_the_future_is_superseded_by_a_newer_entry_of_the_path(
             want(20),
             "",
             EvictionPlan(("old", "a"), 20, True),
-            id="superseded, then lru, whatever is leased",
+            id="superseded, then lru, but not leased",
         ),
     ],
 )
@@ -173,7 +173,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(10),
             EvictionPlan(("b",), 10, True),
-            id="within the share another's may go",
+            id="within the share: another user's entry goes",
         ),
         pytest.param(
             [stored("b", 1, user=BOB)],
@@ -181,7 +181,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(10),
             EvictionPlan((), 0, False),
-            id="above it none of another's goes",
+            id="above the share: no other user's entry goes",
         ),
         pytest.param(
             [stored("b", 1, user=BOB), stored("s", 2), stored("a", 3, user=ALICE)],
@@ -189,7 +189,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(20),
             EvictionPlan(("a", "b"), 20, True),
-            id="first their own, until they are within it",
+            id="own entries first, until within the share",
         ),
         pytest.param(
             [stored("s", 1), stored("b", 2, user=BOB)],
@@ -197,7 +197,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(10),
             EvictionPlan((), 0, False),
-            id="what several used is no one's to evict",
+            id="above the share: no common entry goes",
         ),
         pytest.param(
             [stored("s", 1, size=100), stored("t", 2)],
@@ -205,7 +205,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(1),
             EvictionPlan(("s",), 100, True),
-            id="nor does it count",
+            id="common entry counts for no share",
         ),
         pytest.param(
             [stored("a", 1, size=60, user=ALICE), stored("b", 2, user=BOB)],
@@ -213,7 +213,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(0),
             EvictionPlan((), 0, True),
-            id="free room is anybody's",
+            id="free room is not limited by the share",
         ),
         pytest.param(
             [stored("a", 1, user=ALICE), *(stored(f"b{n}", 2 + n, user=BOB) for n in range(6))],
@@ -221,7 +221,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(20),
             EvictionPlan(("b0", "a"), 20, True),
-            id="another who is above theirs goes first",
+            id="user above the share first",
         ),
         pytest.param(
             [stored("a", 1, user=ALICE), *(stored(f"b{n}", 2 + n, user=BOB) for n in range(6))],
@@ -229,7 +229,7 @@ ALICE, BOB = 1, 2
             None,
             want(10),
             EvictionPlan(("b0",), 10, True),
-            id="also where nobody asks",
+            id="user above the share first, without a requesting user",
         ),
         pytest.param(
             [stored("old", 9, "/x", 1, user=BOB), stored("new", 1, "/x", 2, user=BOB)],
@@ -237,7 +237,7 @@ ALICE, BOB = 1, 2
             ALICE,
             want(10),
             EvictionPlan(("old",), 10, True),
-            id="superseded ones are nobody's",
+            id="superseded entry of another user goes",
         ),
         pytest.param(
             [stored("w", 1, size=99, user=0), stored("b", 2, user=BOB)],
@@ -274,7 +274,7 @@ def test_user_above_the_share_evicts_own_entries_not_those_of_other_users(
             10,
             5,
             EvictionPlan(("d",), 10, True),
-            id="data goes for data, as long ago as it was used",
+            id="data goes for data, by last use",
         ),
         pytest.param(
             [stored("d", 2, kind="data"), stored("e", 3, kind="data")],
@@ -291,14 +291,14 @@ def test_user_above_the_share_evicts_own_entries_not_those_of_other_users(
             10,
             0,
             EvictionPlan(("d",), 40, True),
-            id="above its share it goes before images",
+            id="data above its share goes before images",
         ),
         pytest.param(
             [stored("a", 1), stored("d", 9, kind="data")],
             10,
             0,
             EvictionPlan(("a",), 10, True),
-            id="within its share it is as an image",
+            id="data within its share goes by last use",
         ),
         pytest.param(
             [stored("old", 1, "/x", 1), stored("new", 2, "/x", 2), stored("d", 3, kind="data")],

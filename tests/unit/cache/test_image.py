@@ -143,7 +143,7 @@ def test_any_request_text_becomes_an_absolute_path_or_is_declined(
         ("/a", ["/"], True),
     ],
 )
-def test_path_is_below_a_directory_only_if_inside_it(
+def test_is_below_any_is_true_only_for_paths_inside_a_directory(
     path: str, directories: list[str], expected: bool
 ) -> None:
     assert is_below_any(path, directories) is expected
@@ -160,7 +160,7 @@ def facts_of(
     return PathFacts(path, ("/lustre",), mode, found)
 
 
-def test_ordinary_image_is_accepted() -> None:
+def test_ordinary_image_passes_check_image() -> None:
     assert check_image(facts_of(), None) == facts_of().image
     assert check_image(facts_of(size=5), 5) == facts_of().image
 
@@ -262,7 +262,7 @@ def test_complete_image_in_a_listable_directory_may_be_redirected_for_the_node(m
         (msgspec.structs.replace(SUITS, written=True), "written"),
     ],
 )
-def test_image_whose_redirect_would_affect_other_users_is_declined_for_the_node(
+def test_image_that_could_harm_other_users_is_declined_for_a_redirect_of_the_node(
     found: PathFacts, reason: str
 ) -> None:
     with pytest.raises(Declined) as caught:

@@ -60,7 +60,7 @@ def test_root_file_system_never_replaces_the_remembered_disk_of_a_cache(
     assert known_disks.read_known_disks(file) == KnownDisks(caches=(OWN,))
 
 
-def test_remembered_disk_is_rewritten_only_if_an_admin_accepts_it(tmp_path: Path) -> None:
+def test_record_of_the_same_disk_is_rewritten_only_for_an_admin(tmp_path: Path) -> None:
     file = tmp_path / "caches.json"
     known_disks.remember_disk(file, OWN)
     before = file.stat()

@@ -352,7 +352,7 @@ def test_tree_bytes_counts_allocated_not_apparent_size(tmp_path: Path) -> None:
     assert tree_bytes(tmp_path) >= 1 << 20
 
 
-def test_entry_records_its_only_user_until_a_second_user_uses_it(
+def test_entry_records_its_only_user_until_there_is_a_second_user(
     cache: Cache, make_image: Make
 ) -> None:
     wanted = make_image()

@@ -30,7 +30,7 @@ def test_lease_directory_of_a_fresh_boot_has_no_leases(leases: LeaseDirectory) -
     leases.drop(1)
 
 
-def test_written_leases_are_read_back(leases: LeaseDirectory) -> None:
+def test_written_leases_are_read_back_and_listed(leases: LeaseDirectory) -> None:
     one, two = lease(1, EntryUse("k", "/a")), lease(2, EntryUse("k"), EntryUse("l", "/b"))
     leases.write(one)
     leases.write(two)

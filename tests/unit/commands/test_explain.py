@@ -88,7 +88,7 @@ def test_explain_shows_no_hit_for_a_step_if_a_task_could_not_mount_the_copy(
     assert f"{result}:" in other  # another step of the job's
 
 
-def test_explain_shows_no_hit_for_a_mounted_file_if_a_task_could_not_mount_it() -> None:
+def test_explain_shows_no_hit_if_a_task_could_not_mount_a_hinted_file() -> None:
     told = RequestOutcome("hit", request="/a.sqsh@/b", image="/a.sqsh", key=KEY, data=True)
     failed = RequestOutcome(
         "declined", "no-mount", detail="nobody serves it", image="/b", data=True

@@ -56,7 +56,7 @@ def test_word_that_matches_no_entry_or_several_is_refused(word: str, why: str) -
         pick_items(held, word, lambda path: "")
 
 
-def test_job_with_two_uses_is_listed_once() -> None:
+def test_inventory_lists_a_job_with_two_uses_of_an_entry_once() -> None:
     user = User("alice", 1000, 1000)
     lease = Lease(
         7, user, 0.0, "/nvme", (EntryUse("k1"), EntryUse("k1", "/a"), EntryUse("k1", "/b"))

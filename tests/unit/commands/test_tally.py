@@ -114,13 +114,13 @@ class Spared:
     ],
     ids=lambda case: case.why,
 )
-def test_spared_bytes_count_once_and_only_for_local_starts(case: Spared) -> None:
+def test_spared_bytes_are_counted_once_per_start_from_the_copy(case: Spared) -> None:
     tally = counted(*(event(hook, outcome) for hook, outcome in case.runs))
     assert sum(tally.spared.values()) == case.bytes
 
 
 @pytest.mark.parametrize(("first", "then"), [("copied", "hit"), ("started", "joined")])
-def test_cold_job_whose_own_step_finds_the_copy_is_no_hit(
+def test_cold_start_is_counted_once_and_not_as_a_hit_of_its_first_step(
     first: OutcomeResult, then: OutcomeResult
 ) -> None:
     """Its own step finds what its Prolog has copied; that says nothing of the cache."""

@@ -182,7 +182,7 @@ def test_tend_part_that_cannot_be_started_fails_and_the_next_part_runs(tmp_path:
     assert "ionice" in tend.format_part_end(prefetch)
 
 
-def test_tend_part_with_a_limit_runs_if_its_lock_cannot_be_made_and_one_without_fails(
+def test_tend_part_without_a_lock_runs_with_a_time_limit_and_fails_without_a_limit(
     tmp_path: Path,
 ) -> None:
     """One without could run beside another for hours."""

@@ -148,18 +148,18 @@ def test_later_configuration_file_wins_key_by_key(tmp_path: Path) -> None:
     }
 
 
-def test_file_in_conf_d_may_end_in_yml(tmp_path: Path) -> None:
+def test_configuration_file_in_conf_d_may_end_in_yml(tmp_path: Path) -> None:
     """Half of all YAML files do, and one that is not read would say so to nobody."""
     write(tmp_path, "deadline: 1", "conf.d/a.yaml")
     assert read(tmp_path, "deadline: 2", "conf.d/b.yml").config == Config(deadline=2.0)
 
 
 @pytest.mark.parametrize("name", [".a.yaml", "a.yaml~", "a.yaml.dpkg-old", "README"])
-def test_leftover_in_conf_d_is_not_read(tmp_path: Path, name: str) -> None:
+def test_backup_and_hidden_files_in_conf_d_are_not_read(tmp_path: Path, name: str) -> None:
     assert read(tmp_path, "enabled: false", f"conf.d/{name}").config == Config()
 
 
-def test_partition_changes_its_own_keys_only(tmp_path: Path) -> None:
+def test_configuration_of_a_partition_changes_only_the_keys_that_it_sets(tmp_path: Path) -> None:
     found = read(tmp_path, "deadline: 5\npartitions: {gpu: {sources: [/gpu]}, cpu: }")
     assert found.for_partition("gpu") == Config(deadline=5.0, sources=("/gpu",))
     for name in ("cpu", "unknown", "", None):
@@ -176,7 +176,7 @@ def test_partition_changes_its_own_keys_only(tmp_path: Path) -> None:
         ("partitions: {gpu: {enabled: false}}", True),
     ],
 )
-def test_node_is_on_where_any_of_its_jobs_may_be_staged(
+def test_node_counts_as_enabled_if_any_partition_is_enabled(
     tmp_path: Path, text: str, on: bool
 ) -> None:
     found = read(tmp_path, text)
@@ -508,14 +508,14 @@ def test_user_may_load_a_world_writable_configuration_file(
         ("[::1]:80", "::1", 80),
     ],
 )
-def test_address_is_read_with_or_without_port(text: str, host: str, port: int) -> None:
+def test_service_address_is_parsed_with_or_without_a_port(text: str, host: str, port: int) -> None:
     assert parse_address(text, 7717) == ServiceAddress(host, port)
 
 
 @pytest.mark.parametrize(
     "text", ["", ":80", "n1:", "n1:0", "n1:65536", "n1:x", "n1:-1", "n1:١", "[::1", "[]", "[::1]80"]
 )
-def test_address_without_host_or_port_is_refused(text: str) -> None:
+def test_malformed_service_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_address(text, 7717)
 

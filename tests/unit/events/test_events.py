@@ -110,7 +110,7 @@ def test_users_text_forges_no_field_of_a_log_line() -> None:
     assert '" result=hit image="' not in line
 
 
-def test_appended_events_are_read_in_order(tmp_path: Path) -> None:
+def test_appended_events_are_read_in_order_of_writing(tmp_path: Path) -> None:
     file = tmp_path / "log/events.jsonl"
     append_events(file, [event(1), event(2)])
     append_events(file, [event(3)])

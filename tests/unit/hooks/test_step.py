@@ -160,7 +160,7 @@ def test_user_message_problems_covers_lost_time_but_not_errors_that_pyxis_report
     assert format_message(outcome, "none") == ""
 
 
-def test_user_message_of_a_registry_image_says_that_enroot_imports_it() -> None:
+def test_user_message_says_that_enroot_imports_a_registry_image() -> None:
     outcome = RequestOutcome(
         "declined", request="nvcr.io#a/b:1", reason="registry", detail="it is one"
     )
@@ -444,7 +444,7 @@ def test_step_waits_for_a_copy_if_configured_or_hinted_within_the_companions_tim
 
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
-def test_user_messages_none_is_silent_during_a_wait(
+def test_user_messages_none_reports_no_progress_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
     run(configured(user_messages=messages, cold="wait"), image_asked)
@@ -465,7 +465,7 @@ def test_step_with_a_damaged_lease_is_refused_with_lease_damaged(
     assert found.reason == reason
 
 
-def test_step_whose_lease_cannot_be_read_fails_with_one_user_message(
+def test_step_with_an_unreadable_lease_fails_with_one_user_message(
     configured: Configured, image_asked: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -125,9 +125,7 @@ def test_step_has_the_groups_that_slurm_passed(
 
 
 @pytest.mark.parametrize(("uid", "name"), [("1001", ""), ("65534", "nobody"), ("99", "nobody")])
-def test_user_without_an_account_on_the_node_has_an_empty_name_instead_of_nobody(
-    uid: str, name: str
-) -> None:
+def test_user_without_an_account_on_the_node_has_an_empty_name(uid: str, name: str) -> None:
     """So Slurm names each uid without an account on the node."""
     given = ENVIRON | {"SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": uid}
     assert Job.from_environ(given).user.name == name

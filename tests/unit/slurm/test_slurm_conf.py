@@ -162,7 +162,9 @@ def test_joined_slurm_conf_lines_have_disjoint_line_numbers(text: str) -> None:
         last = line.last
 
 
-def test_nodes_and_partitions_are_read_behind_an_include_with_the_clusters_name() -> None:
+def test_nodes_and_partitions_are_read_from_slurm_conf_with_an_include_of_the_clusters_name() -> (
+    None
+):
     files = {
         "/s.conf": "ClusterName=Big\nInclude nodes-%c.conf\nPartitionName=p Nodes=ALL\n",
         "/nodes-big.conf": "NodeName=n[1-4] CPUs=8\n",

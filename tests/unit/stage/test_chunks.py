@@ -121,7 +121,7 @@ def write_cached(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-def test_copy_has_all_bytes_at_every_border_of_blocks_and_chunks(
+def test_copy_of_a_file_of_any_size_near_block_and_chunk_borders_is_identical(
     pair: Pair, monkeypatch: Patch, size: int, direct: bool
 ) -> None:
     data = pair.random(size)
@@ -297,7 +297,7 @@ def test_only_whole_blocks_are_written_with_direct_io(
     assert pair.copied == data
 
 
-def test_short_writes_are_continued(pair: Pair, monkeypatch: Patch) -> None:
+def test_short_writes_of_the_copy_are_continued(pair: Pair, monkeypatch: Patch) -> None:
     write_cached(monkeypatch)
     real = os.pwritev
     monkeypatch.setattr(
@@ -357,7 +357,9 @@ def test_stopped_copy_leaves_a_true_map_and_is_resumed(
     assert pair.part.digests() == map_of(data)
 
 
-def test_chunk_is_in_the_map_only_after_its_bytes(pair: Pair, monkeypatch: Patch) -> None:
+def test_chunk_is_entered_in_the_map_only_after_its_bytes_are_written(
+    pair: Pair, monkeypatch: Patch
+) -> None:
     data = pair.random(4 * CHUNK + 5)
     pair.reserve()
     seen: list[int] = []

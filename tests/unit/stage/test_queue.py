@@ -46,9 +46,11 @@ def runs(key: str, since: float = 0.0, need: CopyNeed = "later", uid: int = ALIC
     ("copies", "expected"),
     [
         pytest.param([waits("b", 1), waits("a", 2)], "ba", id="earlier request first"),
-        pytest.param([waits("b", 1), waits("a", 1)], "ab", id="at once: by name"),
-        pytest.param([waits("b", 1), waits("a", 2, "now")], "ab", id="a job waits for it"),
-        pytest.param([waits("b", 1, "none"), waits("a", 2)], "ab", id="nobody needs it"),
+        pytest.param([waits("b", 1), waits("a", 1)], "ab", id="same time: by name"),
+        pytest.param(
+            [waits("b", 1), waits("a", 2, "now")], "ab", id="needed now before needed later"
+        ),
+        pytest.param([waits("b", 1, "none"), waits("a", 2)], "ab", id="unneeded last"),
         pytest.param(
             [runs("x"), waits("b", 1), waits("a", 2, uid=BOB)], "ab", id="fewer under way"
         ),
@@ -70,19 +72,27 @@ def test_waiting_copies_are_ordered_by_need_then_user_then_time(
     ("copies", "expected"),
     [
         pytest.param([waits("me", 1)], "go", id="alone"),
-        pytest.param([runs("x"), waits("me", 1)], "go", id="a place is free"),
+        pytest.param([runs("x"), waits("me", 1)], "go", id="a slot is free"),
         pytest.param([runs("x"), runs("y"), waits("me", 1)], "wait", id="none is free"),
-        pytest.param([runs("x"), waits("a", 1), waits("me", 2)], "wait", id="it is another's"),
-        pytest.param([runs("x"), waits("a", 1, "none"), waits("me", 2)], "go", id="not theirs"),
+        pytest.param(
+            [runs("x"), waits("a", 1), waits("me", 2)], "wait", id="slot belongs to an earlier copy"
+        ),
+        pytest.param(
+            [runs("x"), waits("a", 1, "none"), waits("me", 2)], "go", id="earlier copy is unneeded"
+        ),
         pytest.param([waits("a", 1), waits("b", 1), waits("me", 0, "none")], "wait", id="unneeded"),
         pytest.param([runs("x"), runs("y", need="none"), waits("me", 1)], "wait", id="not yet"),
         pytest.param([runs("x"), runs("y"), runs("z"), waits("me", 1)], "wait", id="too many"),
-        pytest.param([runs("me"), runs("x"), waits("a", 1, "now")], "go", id="needed: it stays"),
-        pytest.param([runs("me", need="none"), waits("a", 1)], "go", id="another place is free"),
-        pytest.param([runs("me", need="none"), runs("x")], "go", id="nobody wants it"),
-        pytest.param([runs("me", need="none"), runs("x"), waits("a", 1)], "stop", id="gives way"),
         pytest.param(
-            [runs("me", need="none"), runs("x"), waits("a", 1, "none")], "go", id="not to its like"
+            [runs("me"), runs("x"), waits("a", 1, "now")], "go", id="needed: keeps running"
+        ),
+        pytest.param([runs("me", need="none"), waits("a", 1)], "go", id="another slot is free"),
+        pytest.param([runs("me", need="none"), runs("x")], "go", id="no copy waits"),
+        pytest.param([runs("me", need="none"), runs("x"), waits("a", 1)], "stop", id="yields"),
+        pytest.param(
+            [runs("me", need="none"), runs("x"), waits("a", 1, "none")],
+            "go",
+            id="does not yield to an unneeded copy",
         ),
         pytest.param(
             [runs("me", 1, "none"), runs("x", 2, "none"), waits("a", 3)], "go", id="the last does"
@@ -103,15 +113,17 @@ def test_turn_of_a_copy_with_two_slots_is_run_wait_or_stop(
 @pytest.mark.parametrize(
     ("copies", "expected"),
     [
-        pytest.param([runs("x"), waits("me", 1)], "go", id="within it"),
-        pytest.param([runs("x"), runs("y"), waits("me", 1)], "wait", id="above, and places free"),
+        pytest.param([runs("x"), waits("me", 1)], "go", id="within the share"),
+        pytest.param(
+            [runs("x"), runs("y"), waits("me", 1)], "wait", id="above the share, slots free"
+        ),
         pytest.param([runs("x"), runs("y"), waits("me", 1, uid=BOB)], "go", id="another user"),
         pytest.param([runs("x"), waits("a", 1), waits("me", 2)], "wait", id="the first of two"),
         pytest.param(
             [runs("x"), runs("y"), waits("a", 1, "now"), waits("me", 2, uid=BOB)], "go", id="passes"
         ),
         pytest.param(
-            [runs("x"), runs("y"), waits("me", 1, "none")], "go", id="unneeded, it gives way"
+            [runs("x"), runs("y"), waits("me", 1, "none")], "go", id="unneeded: counts for no user"
         ),
         pytest.param(
             [runs("x", need="none"), runs("y", need="none"), waits("me", 1)],
@@ -121,12 +133,12 @@ def test_turn_of_a_copy_with_two_slots_is_run_wait_or_stop(
         pytest.param(
             [runs("me", need="none", uid=BOB), runs("w"), runs("x"), runs("y"), waits("a", 1)],
             "go",
-            id="gives no way to who is above",
+            id="does not yield to a user above the share",
         ),
         pytest.param(
             [runs("me", need="none"), runs("w"), runs("x"), runs("y"), waits("a", 1, uid=BOB)],
             "stop",
-            id="gives way to who is within",
+            id="yields to a user within the share",
         ),
     ],
 )
@@ -139,15 +151,19 @@ def test_copies_of_one_users_jobs_get_two_of_four_slots(
 @pytest.mark.parametrize(
     ("copies", "expected"),
     [
-        pytest.param([waits("me", 1)], 0.0, id="a place is free"),
+        pytest.param([waits("me", 1)], 0.0, id="a slot is free"),
         pytest.param([runs("x"), runs("y"), waits("me", 1)], 10.0, id="behind two"),
         pytest.param([runs("x"), runs("y"), waits("a", 1), waits("me", 2)], 30.0, id="third"),
         pytest.param(
             [runs("x"), runs("y"), waits("a", 1), waits("b", 1), waits("me", 2)], 30.0, id="fourth"
         ),
-        pytest.param([runs("x"), runs("y", need="none"), waits("me", 1)], 0.0, id="one gives way"),
-        pytest.param([runs("x"), runs("new"), waits("me", 1)], 0.0, id="one of unknown rate"),
-        pytest.param([runs("y", need="none"), waits("me", 1)], 0.0, id="behind nobody"),
+        pytest.param(
+            [runs("x"), runs("y", need="none"), waits("me", 1)], 0.0, id="a running copy yields"
+        ),
+        pytest.param(
+            [runs("x"), runs("new"), waits("me", 1)], 0.0, id="a running copy of unknown rate"
+        ),
+        pytest.param([runs("y", need="none"), waits("me", 1)], 0.0, id="behind no needed copy"),
     ],
 )
 def test_estimated_wait_for_a_slot_ends_with_the_copies_ahead_in_the_queue(
@@ -247,7 +263,7 @@ def no_copy_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("a", 5.0, "", True, True, id="at once, before by name"),
         pytest.param("z", 5.0, "", True, False, id="at once, after by name"),
         pytest.param("a", 1.0, "", False, False, id="dead"),
-        pytest.param("a", 1.0, "older", True, False, id="of another boot, whose clock is another"),
+        pytest.param("a", 1.0, "older", True, False, id="of another boot"),
         pytest.param("a", None, "", True, False, id="not claimed yet"),
         pytest.param(KEY, 1.0, "", True, False, id="own copy"),
     ],
@@ -378,7 +394,9 @@ def test_copy_gets_its_slot_when_the_copies_ahead_have_ended(
     assert (turns.waited, parts) == (2, [])
 
 
-def test_stopped_copy_leaves_the_queue(one_at_once: Node, owner: PartRecord, others: Add) -> None:
+def test_stopped_copy_stops_waiting_for_a_slot(
+    one_at_once: Node, owner: PartRecord, others: Add
+) -> None:
     others("a", 1.0)
     stop = threading.Event()
     stop.set()

@@ -143,7 +143,7 @@ def test_lock_file_removed_while_a_process_waits_gives_no_two_holders(
                 pass
 
 
-def test_lock_whose_file_was_replaced_and_locked_is_not_free(
+def test_lock_with_a_replaced_and_locked_file_is_not_free(
     tmp_path: Path, before_flock: Callable[[Happens], None]
 ) -> None:
     path = tmp_path / "a.lock"
