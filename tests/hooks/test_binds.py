@@ -221,7 +221,9 @@ def test_enroot_wrapper_without_a_prefix_is_skipped_for_the_next_on_the_path(spa
     assert answer_to(spank, path, {}, {}) == LEAVE
 
 
-def theirs(node: Node, text: str, name: str = "alice/.config/enroot/mounts.d/x.fstab") -> None:
+def write_user_file(
+    node: Node, text: str, name: str = "alice/.config/enroot/mounts.d/x.fstab"
+) -> None:
     node.put(name, text.encode())
 
 
@@ -241,14 +243,14 @@ def test_image_below_a_directory_in_the_users_enroot_fstab_is_not_served(
 ) -> None:
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
     given = {name: value.format(home=home) for name, value in variables.items()}
-    theirs(spank, f"{spank.shared} /data none bind\n", f"alice/{place}/mounts.d/x.fstab")
+    write_user_file(spank, f"{spank.shared} /data none bind\n", f"alice/{place}/mounts.d/x.fstab")
     assert answer_to(spank, path, {}, {"HOME": str(home)} | given) == LEAVE
     assert answer_to(spank, path, {}, {"HOME": "/nowhere"})[0] == "use"
 
 
 def test_users_enroot_directory_is_taken_from_enroot_conf(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
-    theirs(spank, f"{spank.shared} bind\n", "alice/own/mounts.d/x.fstab")
+    write_user_file(spank, f"{spank.shared} bind\n", "alice/own/mounts.d/x.fstab")
     set_enroot(spank, "ENROOT_CONFIG_PATH ${HOME}/own\n")
     assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
     set_enroot(spank, "ENROOT_CONFIG_PATH $(pwd)/own\n")
@@ -297,7 +299,7 @@ def test_image_is_not_served_if_the_users_enroot_directory_has_too_many_names(
 ) -> None:
     """Else root's process that reads them, the last to be killed, takes memory without end."""
     path = spank.put("images/image.sqsh")
-    theirs(spank, "")
+    write_user_file(spank, "")
     for number in range(container_binds.MAX_DIRECTORY_NAMES + 1):
         spank.put(f"alice/.config/enroot/{folder}/{number}", b"")
     assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
@@ -306,14 +308,14 @@ def test_image_is_not_served_if_the_users_enroot_directory_has_too_many_names(
 
 def test_image_is_not_served_if_the_users_fstab_expands_without_bound(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
-    theirs(spank, f"/{'${A}' * 15000} /data none bind\n")
+    write_user_file(spank, f"/{'${A}' * 15000} /data none bind\n")
     given = {"HOME": str(spank.shared / "alice"), "A": "a" * 100000}
     assert answer_to(spank, path, {}, given) == LEAVE
 
 
 def test_fifo_among_the_users_enroot_files_does_not_block_the_step(spank: Node) -> None:
     path = spank.put("images/image.sqsh")
-    theirs(spank, "")
+    write_user_file(spank, "")
     fifo = spank.server / "alice/.config/enroot/mounts.d/y.fstab"
     os.mkfifo(fifo, 0o666)
     assert answer_to(spank, path, {}, {"HOME": str(spank.shared / "alice")}) == LEAVE
@@ -484,7 +486,7 @@ def test_step_record_lists_enroot_files_and_variables_that_decided(spank: Node) 
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
     install(spank, "/usr/local/etc/enroot")
     set_enroot(spank, "${DATA} /data none bind\n", "mounts.d/a.fstab", "usr/local/etc/enroot")
-    theirs(spank, "# mine\n")
+    write_user_file(spank, "# mine\n")
     variables = {"HOME": str(home), "DATA": "/elsewhere", "OTHER": "x"}
     assert answer_to(spank, path, {}, variables)[0] == "use"
     assert len(noted(spank, 7)) == 1
@@ -516,7 +518,7 @@ def test_step_record_lists_only_the_missing_enroot_directory_of_a_home(spank: No
     path, home = spank.put("images/image.sqsh"), spank.shared / "alice"
     assert answer_to(spank, path, {}, {"HOME": str(home)})[0] == "use"
     assert lines(spank, "theirs") == [[f"{home}/.config/enroot", "0", "0", "0", "0"]]
-    theirs(spank, f"{spank.shared} bind\n")
+    write_user_file(spank, f"{spank.shared} bind\n")
     assert answer_to(spank, path, {}, {"HOME": str(home)}) == LEAVE
 
 
@@ -540,6 +542,6 @@ def test_step_record_of_the_prolog_lists_the_assumed_home_variables(
     HookRun("prolog", node.environ(7, path), 0.0).run(node.places, Clock())
     assert ["HOME", home] in lines(node, "variable")
     assert ["ENROOT_CONFIG_PATH"] in lines(node, "variable")
-    theirs(node, f"{node.shared} bind\n")
+    write_user_file(node, f"{node.shared} bind\n")
     HookRun("prolog", node.environ(8, path), 0.0).run(node.places, Clock())
     assert node.outcomes("prolog", 8)[0].reason == "below-bind"

@@ -93,7 +93,7 @@ def test_sweep_keeps_a_running_jobs_directory_in_an_earlier_cache(dirs: Dirs) ->
         assert at.stat().st_uid == ALICE.uid
 
 
-def others_mark(node: Node) -> Path:
+def foreign_mark(node: Node) -> Path:
     """What another forestage, with another /run, has left in the first cache."""
     (mark,) = node.cache.instances.iterdir()
     other = mark.with_name(f"{boot_id()}.1-1")
@@ -104,7 +104,7 @@ def others_mark(node: Node) -> Path:
 def test_earlier_cache_marked_by_another_instance_is_neither_swept_nor_removed(dirs: Dirs) -> None:
     node = left_dir(dirs)
     node.leases.drop(7)
-    mark = others_mark(node)
+    mark = foreign_mark(node)
     assert swept(node).added == {}
     done = evicted(node, node.cache.root)
     assert done.exit_code == ExitStatus.NOT_FOUND, done.output
@@ -116,7 +116,7 @@ def test_earlier_cache_marked_by_another_instance_is_neither_swept_nor_removed(d
 
 def test_instance_mark_of_an_earlier_boot_does_not_protect_a_cache(node: Node) -> None:
     used(node)
-    mark = others_mark(node).rename(node.cache.instances / "1f.1-1")
+    mark = foreign_mark(node).rename(node.cache.instances / "1f.1-1")
     node.configure(cache=OTHER)
     assert evicted(node, node.cache.root).exit_code == ExitStatus.OK
     assert not mark.exists()

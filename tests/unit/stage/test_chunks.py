@@ -102,7 +102,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens(monkeypatch: Patch) -> None:
+def no_trace_listener(monkeypatch: Patch) -> None:
     monkeypatch.setattr(trace, "listener", None)
 
 

@@ -209,7 +209,7 @@ def one_at_once(staging_node: Node) -> Node:
 
 
 @pytest.fixture
-def ahead(one_at_once: Node, owner: PartRecord) -> Waits:
+def copy_waits(one_at_once: Node, owner: PartRecord) -> Waits:
     """Whether a stager of our key has to wait where `most` may copy at once."""
     one_at_once.cache.part(KEY).write_owner(owner)
 
@@ -225,7 +225,7 @@ def ahead(one_at_once: Node, owner: PartRecord) -> Waits:
 
 
 @pytest.fixture
-def others(staging_node: Node, owner: PartRecord) -> Iterator[Add]:
+def add_copy(staging_node: Node, owner: PartRecord) -> Iterator[Add]:
     """Adds another stager's part, and holds its lock where the stager lives."""
     held = contextlib.ExitStack()
 
@@ -269,31 +269,37 @@ def no_copy_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_copy_waits_for_living_copies_that_were_requested_earlier(
-    ahead: Waits, others: Add, key: str, since: float | None, boot: str, alive: bool, waits: bool
+    copy_waits: Waits,
+    add_copy: Add,
+    key: str,
+    since: float | None,
+    boot: str,
+    alive: bool,
+    waits: bool,
 ) -> None:
-    others(key, since, boot, alive)
-    assert ahead() is waits
+    add_copy(key, since, boot, alive)
+    assert copy_waits() is waits
 
 
 @pytest.mark.parametrize(("most", "waits"), [(1, True), (2, True), (3, False), (4, False)])
 @pytest.mark.usefixtures("no_copy_stalls")
 def test_simultaneous_copies_are_limited_by_max_copies(
-    ahead: Waits, others: Add, most: int, waits: bool
+    copy_waits: Waits, add_copy: Add, most: int, waits: bool
 ) -> None:
-    others("a", 9.0, placed=True)
-    others("b", 2.0)
-    assert ahead(most) is waits
+    add_copy("a", 9.0, placed=True)
+    add_copy("b", 2.0)
+    assert copy_waits(most) is waits
 
 
 @pytest.mark.usefixtures("no_copy_stalls")
 def test_copies_of_one_users_jobs_leave_half_of_the_slots_free(
-    staging_node: Node, ahead: Waits, others: Add
+    staging_node: Node, copy_waits: Waits, add_copy: Add
 ) -> None:
     lease(staging_node, "a", "b", KEY)
     for key in "ab":
-        others(key, 1.0, placed=True)
-    assert ahead(4)
-    assert not ahead(6)
+        add_copy(key, 1.0, placed=True)
+    assert copy_waits(4)
+    assert not copy_waits(6)
 
 
 @pytest.mark.parametrize(
@@ -309,17 +315,17 @@ def test_copies_of_one_users_jobs_leave_half_of_the_slots_free(
 )
 def test_stalled_copy_loses_its_slot(
     staging_node: Node,
-    ahead: Waits,
-    others: Add,
+    copy_waits: Waits,
+    add_copy: Add,
     monkeypatch: pytest.MonkeyPatch,
     placed: bool,
     still: float,
     waits: bool,
 ) -> None:
-    part = others("a", 1.0, placed=placed)
+    part = add_copy("a", 1.0, placed=placed)
     part.map.touch()
     monkeypatch.setattr(staging_node.clock, "wall", lambda: part.map.stat().st_mtime + still)
-    assert ahead() is waits
+    assert copy_waits() is waits
 
 
 def lease(node: Node, *keys: str) -> None:
@@ -332,10 +338,10 @@ def need_of(node: Node, key: str) -> CopyNeed:
 
 
 def test_need_of_a_copy_follows_from_lease_keeper_socket_and_waiting_hooks(
-    staging_node: Node, others: Add
+    staging_node: Node, add_copy: Add
 ) -> None:
     node = staging_node
-    part = others("a", 1.0)
+    part = add_copy("a", 1.0)
     assert need_of(node, "a") == "none"
     sock = node.places.through / "a/sock"
     sock.parent.mkdir(parents=True)
@@ -351,8 +357,8 @@ def test_need_of_a_copy_follows_from_lease_keeper_socket_and_waiting_hooks(
     assert need_of(node, "a") == "none"
 
 
-def test_damaged_lease_counts_as_needing_any_copy(staging_node: Node, others: Add) -> None:
-    others("a", 1.0)
+def test_damaged_lease_counts_as_needing_any_copy(staging_node: Node, add_copy: Add) -> None:
+    add_copy("a", 1.0)
     lease(staging_node, "b")
     staging_node.leases.file(8).write_text("{")
     assert need_of(staging_node, "a") == "later"
@@ -366,7 +372,7 @@ def test_acquired_slot_is_recorded_in_the_part(one_at_once: Node, owner: PartRec
 
 
 def test_slot_is_acquired_under_the_space_lock(
-    one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
+    one_at_once: Node, owner: PartRecord, add_copy: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another copy takes the place between the first look and the lock."""
     one_at_once.cache.part(KEY).write_owner(owner)
@@ -375,7 +381,7 @@ def test_slot_is_acquired_under_the_space_lock(
     def held(path: Path, timeout: float) -> contextlib.AbstractContextManager[None]:
         assert path == one_at_once.cache.space_lock
         monkeypatch.setattr(lock, "held", real)
-        others("z", 1.0, placed=True)
+        add_copy("z", 1.0, placed=True)
         return real(path, timeout)
 
     monkeypatch.setattr(queue, "STALLED_AFTER", 7200.0)
@@ -385,19 +391,19 @@ def test_slot_is_acquired_under_the_space_lock(
 
 
 def test_copy_gets_its_slot_when_the_copies_ahead_have_ended(
-    one_at_once: Node, owner: PartRecord, others: Add
+    one_at_once: Node, owner: PartRecord, add_copy: Add
 ) -> None:
     one_at_once.cache.part(KEY).write_owner(owner)
-    parts = [others("a", 1.0), others("b", 2.0)]
+    parts = [add_copy("a", 1.0), add_copy("b", 2.0)]
     turns = Turns(then=lambda: parts.pop().record.unlink())
     queue.wait_for_slot(one_at_once, KEY, owner, turns)  # type: ignore[arg-type]
     assert (turns.waited, parts) == (2, [])
 
 
 def test_stopped_copy_stops_waiting_for_a_slot(
-    one_at_once: Node, owner: PartRecord, others: Add
+    one_at_once: Node, owner: PartRecord, add_copy: Add
 ) -> None:
-    others("a", 1.0)
+    add_copy("a", 1.0)
     stop = threading.Event()
     stop.set()
     with pytest.raises(CopyStopped):
@@ -406,7 +412,7 @@ def test_stopped_copy_stops_waiting_for_a_slot(
 
 @pytest.mark.usefixtures("no_copy_stalls")
 def test_running_copy_that_no_job_needs_is_stopped_for_a_waiting_copy_that_a_job_needs(
-    one_at_once: Node, owner: PartRecord, others: Add, monkeypatch: pytest.MonkeyPatch
+    one_at_once: Node, owner: PartRecord, add_copy: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "WATCH", 0.0)
     one_at_once.cache.part(KEY).write_owner(msgspec.structs.replace(owner, placed=True))
@@ -414,5 +420,5 @@ def test_running_copy_that_no_job_needs_is_stopped_for_a_waiting_copy_that_a_job
     with queue.stop_when_displaced(one_at_once, KEY, stop):
         lease(one_at_once, "a")
         assert not stop.is_set()
-        others("a", 9.0)
+        add_copy("a", 9.0)
         assert stop.wait(60)
