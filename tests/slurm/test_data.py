@@ -121,7 +121,7 @@ def test_user_container_with_a_non_recursive_bind_above_a_mount_does_not_start(
     data: Site,
 ) -> None:
     """So the kernel has it, for a container of the user's own. Where a step's is known to bind so,
-    nothing is mounted: tests/features/data/hooks/test_mounted.py."""
+    nothing is mounted: tests/features/data/hooks/test_mounted_squashfs.py."""
     image, box = data.image("above"), "/shared/alice/box"
     ran = step(data, image, BINDS.format(box=box, how="bind", of="/shared/alice", look="true"))
     assert ran.code != 0

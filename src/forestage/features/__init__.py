@@ -249,7 +249,7 @@ FEATURES = (
             "src/forestage/cache/readers.py: forget",
             "src/forestage/stage/chunks.py: forget",
             "tests/test_layers.py: test_only_config_and_peers_activation_read_peers_enabled",
-            *("tests/peering.py", "tests/features/data/hooks/test_tree_nodes.py"),
+            *("tests/peering.py", "tests/features/data/hooks/test_shared_scan.py"),
         ),
     ),
     Feature(

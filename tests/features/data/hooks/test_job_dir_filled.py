@@ -451,7 +451,7 @@ def test_damaged_tar_archive_is_declined_and_leaves_no_file(dirs: Dirs, cut: str
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("at", [70_000, -6], ids=["amid", "checksum"])
+@pytest.mark.parametrize("at", [70_000, -6], ids=["middle", "checksum"])
 @pytest.mark.parametrize("mode", ["gz", "bz2", "xz", "zst"])
 def test_archive_with_damaged_compression_is_declined_and_leaves_no_file(
     dirs: Dirs, mode: str, at: int, monkeypatch: pytest.MonkeyPatch

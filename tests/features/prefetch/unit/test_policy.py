@@ -109,7 +109,7 @@ def test_prefetch_chooses_no_image_with_expected_starts_below_the_least() -> Non
         (HeldCopy(40, NOW - RULES.quiet - 1), True),
         (HeldCopy(40, NOW - 1, ALICE, fresh=True), True),
     ],
-    ids=["long ago", "in use", "used lately", "no longer", "nobody waits for it any more"],
+    ids=["used long ago", "in use", "used recently", "just quiet enough", "unexpected"],
 )
 def test_prefetch_evicts_no_entry_in_use_or_used_recently_for_an_expected_image(
     held: HeldCopy, goes: bool
