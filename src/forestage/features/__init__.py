@@ -162,7 +162,7 @@ FEATURES = (
             "tests/unit/config/test_config.py: data.mount_roots",
             "tests/unit/config/test_config.py: data: {enabled: false}",
             "tests/jobdir.py",
-            "tests/features/peers/hooks/test_peer_service.py: look",
+            "tests/features/peers/hooks/test_peer_service.py: published_scan",
             (
                 "tests/features/peers/hooks/test_peer_service.py: "
                 "test_scan_client_reconnects_after_a_restart_of_the_peer_service"
