@@ -445,7 +445,7 @@ def test_manifest_that_no_scan_can_produce_is_declined(
 
 
 @pytest.mark.parametrize("sparse", [(-1,), (0,), (2, 2), (3,), (4,), (1 << 70,)])
-def test_manifest_with_holes_in_no_regular_file_is_declined(sparse: tuple[int, ...]) -> None:
+def test_manifest_with_invalid_numbers_of_sparse_files_is_declined(sparse: tuple[int, ...]) -> None:
     manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=(2,)), {}, 100)
     with pytest.raises(Declined, match="holes"):
         manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=sparse), {}, 100)

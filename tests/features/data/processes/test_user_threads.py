@@ -53,7 +53,7 @@ def test_other_threads_keep_root_ids_while_a_thread_acts_as_a_user(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), Declined("x", "y")])
-def test_error_of_one_user_thread_is_raised_by_the_caller(me: User, error: Exception) -> None:
+def test_error_of_one_user_thread_is_raised_to_the_caller(me: User, error: Exception) -> None:
     def work(number: int) -> int:
         if number == 3:
             raise error

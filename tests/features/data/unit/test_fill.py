@@ -13,7 +13,7 @@ from forestage.slurm.hints import Request
 
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "_X", "A", "CACHE2", "HOMES", "A" * 64])
-def test_seed_accepts_a_valid_variable_name(name: str) -> None:
+def test_seed_request_accepts_a_valid_variable_name(name: str) -> None:
     assert fill.is_variable(name)
 
 
@@ -26,7 +26,7 @@ def test_seed_accepts_a_valid_variable_name(name: str) -> None:
         *("ENROOT_DATA_PATH", "PYXIS_X", "PYTHONPATH", "PYTHON", "BASH_ENV", "FORESTAGE_DIR"),
     ],
 )
-def test_seed_declines_an_invalid_or_reserved_variable_name(name: str) -> None:
+def test_seed_request_with_an_invalid_or_reserved_variable_name_is_declined(name: str) -> None:
     assert not fill.is_variable(name)
     with pytest.raises(Declined):
         fill.name_of(Request("/a/b", "hint", f"seed:{name}"))
@@ -61,7 +61,7 @@ def test_path_without_a_usable_last_part_is_declined_for_the_job_directory(path:
     assert refused.value.reason == "bad-hint"
 
 
-def test_second_request_with_a_used_name_is_declined_and_a_declined_request_uses_none() -> None:
+def test_second_request_of_a_name_is_declined_and_a_declined_request_takes_no_name() -> None:
     bad = Request("/a/x", "hint", "seed:PATH")
     first, second = Request("/a/x", "hint", "job"), Request("/b/x.tar", "hint", "job")
     image = Request("/c/x", "hint", "/mnt/x")

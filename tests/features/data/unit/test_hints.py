@@ -32,7 +32,7 @@ def test_stage_list_hint_replaces_node_by_the_nodes_index() -> None:
     assert parse_hints("stage-list=lists/{node}", NodeIndex(3, 4)).listed == "lists/3"
 
 
-def test_last_stage_dir_of_several_options_counts() -> None:
+def test_last_of_several_stage_dir_options_is_used() -> None:
     found = parse_hints("", option="stage-dir=1G,ram\nstage-wait=1m\nstage-dir=2G\n")
     assert (found.wait, found.room, found.ram, found.problems) == (60.0, 2 * GIB, False, ())
 

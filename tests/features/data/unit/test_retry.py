@@ -38,7 +38,9 @@ def test_sweep_deletes_expired_retry_notes(cache: Cache) -> None:
         retry.must_be_due(cache, "/lustre/later", NOW + retry.AGAIN)
 
 
-def test_retry_note_that_cannot_be_written_delays_no_retry(cache: Cache) -> None:
+def test_retry_note_that_cannot_be_written_is_skipped_and_the_directory_retried(
+    cache: Cache,
+) -> None:
     shutil.rmtree(cache.locks)
     retry.note(cache, "/lustre/set", WHY, NOW)
     retry.must_be_due(cache, "/lustre/set", NOW)

@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
     nodes=st.integers(2, 10_000),
     seed=st.integers(),
 )
-def test_drawn_samples_lie_within_their_chunks_and_are_two_percent_at_most(
+def test_comparison_samples_lie_within_their_chunks_and_are_two_percent_at_most(
     size: int, chunk: int, nodes: int, seed: int
 ) -> None:
     numbers = range(-(-size // chunk))
@@ -37,7 +37,7 @@ def test_drawn_samples_lie_within_their_chunks_and_are_two_percent_at_most(
     ("size", "nodes", "count", "length"),
     [(23 * GIB, 64, 64, 64 * 1024), (23 * GIB, 1000, 64, 4096), (8 * MIB, 2, 20, 4096)],
 )
-def test_drawn_samples_are_as_many_and_as_large_as_the_share_allows(
+def test_comparison_samples_are_as_many_and_as_large_as_the_share_allows(
     size: int, nodes: int, count: int, length: int
 ) -> None:
     drawn = with_peers.draw_samples(range(size // MIB), size, MIB, nodes, Random(1))
@@ -45,12 +45,12 @@ def test_drawn_samples_are_as_many_and_as_large_as_the_share_allows(
     assert (len(pieces), {each for _, each in pieces}) == (count, {length})
 
 
-def test_some_nodes_draw_one_sample_if_the_share_is_smaller_than_a_sample() -> None:
+def test_some_nodes_draw_one_comparison_sample_if_the_share_is_smaller_than_a_sample() -> None:
     dice = Random(7)
     drawn = [len(with_peers.draw_samples(range(1), MIB, MIB, 10, dice)) for _ in range(1000)]
     assert set(drawn) == {0, 1}
     assert sum(drawn) * with_peers.SMALLEST / 1000 <= 1.2 * 0.02 * MIB / 10
 
 
-def test_complete_copy_draws_no_samples() -> None:
+def test_complete_copy_draws_no_comparison_samples() -> None:
     assert with_peers.draw_samples([], GIB, MIB, 2, Random(1)) == {}

@@ -56,7 +56,7 @@ def test_environment_block_is_parsed_without_the_variables_that_pyxis_drops() ->
 
 
 @pytest.mark.parametrize("name", sorted(environment.DENIED))
-def test_denied_variable_is_dropped_only_by_its_whole_name(name: str) -> None:
+def test_variable_that_pyxis_drops_is_recognized_only_by_its_whole_name(name: str) -> None:
     assert environment.read(f"{name}=1\0{name}S=2\0".encode()) == {f"{name}S": "2"}
 
 
@@ -154,7 +154,7 @@ def test_enroot_conf_with_a_hanging_command_is_declined(site: Site) -> None:
         site.settings(patience=1.0)
 
 
-def test_settings_without_enroot_conf_are_enroots_defaults(site: Site) -> None:
+def test_enroot_settings_without_enroot_conf_are_enroots_defaults(site: Site) -> None:
     found = site.settings()
     assert found.credentials == "/home/alice/.config/enroot/.credentials"
     assert (found.allow_http, found.squash_options) == (False, "-comp lzo -noD -exit-on-error")
