@@ -66,7 +66,9 @@ class World:
         self.alive = [name for name in self.names if not self.nodes[name].dead]
         self.liars = self.alive[: case.liars]
         self.keys = [f"{number:032x}" for number in range(case.images)]
-        self.asked = {key: known_copies.whom_to_ask(key, self.names, "") for key in self.keys}
+        self.asked = {
+            key: known_copies.pick_nodes_to_query(key, self.names, "") for key in self.keys
+        }
         self.holders: Counter[str] = Counter()
         self.count: Counter[str] = Counter()
 
@@ -106,8 +108,8 @@ class World:
     ) -> list[tuple[str, KnownCopiesReply]]:
         asked = self.asked[key]
         if name in asked:
-            asked = known_copies.whom_to_ask(key, self.names, name)
-        says = name if known_copies.announces(key, job, name) else None
+            asked = known_copies.pick_nodes_to_query(key, self.names, name)
+        says = name if known_copies.should_announce(key, job, name) else None
         answers = []
         for other in asked:
             node = self.nodes[other]
@@ -121,7 +123,7 @@ class World:
 
     def _copy(self, name: str, key: str, job: Sequence[str], warm: bool, now: float) -> None:
         known = frozenset(self.names).difference(job)
-        tried = known_copies.to_try(self._ask(name, key, job, now), known)
+        tried = known_copies.pick_givers(self._ask(name, key, job, now), known)
         self.count["copies"] += 1
         self.count["tries"] += len(tried)
         self.count["oracle"] += warm

@@ -44,13 +44,13 @@ def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
         "SLURM_JOB_COMMENT": f"stage={directory}/",
     }
     job = Job.from_environ(environ)
-    (outcome,) = data.begin(node, job, HookDeadlines.of(Clock(), 600.0, None), None)
+    (outcome,) = data.start_job_data(node, job, HookDeadlines.of(Clock(), 600.0, None), None)
     state, end = outcome.result, time.monotonic() + LONGEST
     while state in ("started", "looking", "copying") and time.monotonic() < end:
         time.sleep(0.05)
-        found = wanted.read(node.leases, 1).trees.get(f"{directory}/")
+        found = wanted.read_job_data(node.leases, 1).trees.get(f"{directory}/")
         state = found.state if found else "looking"
-    print(state, outcome, wanted.read(node.leases, 1).trees)
+    print(state, outcome, wanted.read_job_data(node.leases, 1).trees)
     return 0
 
 

@@ -132,7 +132,7 @@ class Place:
     def begin(self, job: int, tree: str) -> RequestOutcome:
         environ = self.node.environ(job, user=ALICE, comment=f"stage={self.node.shared / tree}/")
         limit = HookDeadlines.of(Clock(), 600.0, None)
-        (outcome,) = data.begin(self._bare(), Job.from_environ(environ), limit, None)
+        (outcome,) = data.start_job_data(self._bare(), Job.from_environ(environ), limit, None)
         assert outcome.result == "started", outcome
         return outcome
 
@@ -140,7 +140,7 @@ class Place:
         path = f"{self.node.shared / tree}/"
 
         def found() -> DirectoryCopyState | None:
-            one = wanted.read(self.node.leases, job).trees.get(path)
+            one = wanted.read_job_data(self.node.leases, job).trees.get(path)
             assert one is None or one.state != "declined", one
             return one if one and one.state == "ready" else None
 
@@ -150,7 +150,7 @@ class Place:
         """The block device that a step of the job is shown."""
         environ = self.node.environ(job, user=ALICE)
         limit = HookDeadlines.of(Clock(), 600.0, None)
-        shown = data.show(self._bare(), Job.from_environ(environ), limit, None)
+        shown = data.show_job_data(self._bare(), Job.from_environ(environ), limit, None)
         assert shown.lines, shown.outcomes
         return shown.lines[0][1]
 

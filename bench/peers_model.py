@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from forestage.features.peers import with_peers
-from forestage.features.peers.protocol import HANDSHAKE
+from forestage.features.peers.protocol import HANDSHAKE_TIMEOUT
 from forestage.features.peers.ring import SOURCE
-from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, Why
+from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, FailureReason
 
 LATENCY = 0.0005  # seconds, of a question and its answer
 ANSWER = 0.02  # seconds: a credential is made and read
@@ -122,7 +122,7 @@ class World:
         self.read = 0
         self.all = (1 << case.chunks) - 1
         self.names = [f"n{number}" for number in range(case.nodes)]
-        self.policy = with_peers.policy(case.threads, case.nodes)
+        self.policy = with_peers.make_policy(case.threads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
         self.source = Source(self, case.source, case.link / flows)
         self.nodes = {name: Node(name, case.link) for name in self.names}
@@ -184,7 +184,7 @@ class World:
             return
         while (name := schedule.next_greeting(self.now)) is not None:
             peer = self.nodes[name]
-            took = HANDSHAKE if peer.dead else ANSWER + self.case.answer
+            took = HANDSHAKE_TIMEOUT if peer.dead else ANSWER + self.case.answer
             self.after(took, self._greeted, node, peer)
         while node.askers and (ask := schedule.next_fetch(self.now)):
             node.askers -= 1
@@ -299,7 +299,7 @@ class World:
             node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
             self._drop_reads(node)
 
-    def _failed(self, node: Node, ask: ChunkTransfer, why: Why) -> None:
+    def _failed(self, node: Node, ask: ChunkTransfer, why: FailureReason) -> None:
         if node.schedule is None or node.dead:
             return
         self._back(node, ask)

@@ -27,7 +27,7 @@ import msgspec
 from forestage.cache import image
 from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.part import Part
-from forestage.features.peers import of_job
+from forestage.features.peers import find_peer_client
 from forestage.features.peers.engine import PeerHelpers
 from forestage.sources import source
 from forestage.sources.source import OpenImage
@@ -84,7 +84,7 @@ class Pair:
         shutil.rmtree(self.folder / "part", ignore_errors=True)
         part = Part(self.folder / "part" / self.image.key)
         part.directory.mkdir(parents=True)
-        peers = of_job(config, "n2", "n[1-2]", self.image.key, self.node.places)
+        peers = find_peer_client(config, "n2", "n[1-2]", self.image.key, self.node.places)
         engine = engines.choose_engine(config, self.size)
         engine.reserve(content, part)
         engine.copy(content, part, threading.Event(), PeerHelpers(peers) if peers else None)

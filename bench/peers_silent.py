@@ -51,7 +51,7 @@ import msgspec  # noqa: E402
 from forestage.cache import digest, image  # noqa: E402
 from forestage.cache.image import AccessRights, SourceImage  # noqa: E402
 from forestage.cache.part import PartRecord, boot_id  # noqa: E402
-from forestage.features.peers import of_job  # noqa: E402
+from forestage.features.peers import find_peer_client  # noqa: E402
 from forestage.features.peers.engine import PeerHelpers  # noqa: E402
 from forestage.sources.source import ReadableSource  # noqa: E402
 from forestage.stage.chunks import CopyTuning  # noqa: E402
@@ -141,7 +141,7 @@ class Site:
             names = ",".join(self.names)
             config = msgspec.structs.replace(node.config, chunk_size=self.chunk)
             key = self.image.key
-            made = of_job(config, node.name, names, key, node.places) if peers else None
+            made = find_peer_client(config, node.name, names, key, node.places) if peers else None
             helpers = PeerHelpers(made) if made else None
             engine.copy(content, part, threading.Event(), helpers)
             seconds = time.monotonic() - start

@@ -265,8 +265,10 @@ class Bench:
                 seen[made[int(number)].image] += len(expand_nodelist(nodes))
         now, nodes = time.time(), f"n[1-{NODES}]"
         rows = tuple(ExpectedStarts("all", image, ALICE.uid, n) for image, n in seen.most_common())
-        listed = ExpectedImageList(int(now * 1000), now, now + expected.LASTS, {"all": nodes}, rows)
-        expected.write(places(self.fleet.cluster, None), listed)
+        listed = ExpectedImageList(
+            int(now * 1000), now, now + expected.LIST_LASTS, {"all": nodes}, rows
+        )
+        expected.write_list(places(self.fleet.cluster, None), listed)
 
     def stage_all(self, chosen: Sequence[Job]) -> None:
         """Has all images of these jobs on all nodes."""
@@ -318,7 +320,7 @@ class Bench:
     def hits(self, node: str) -> set[int]:
         """The jobs that found their image on the node."""
         log = self.fleet.cluster.host_path(EVENTS, node)
-        prologs = [one for one in events.read(log) if one.hook == "prolog"]
+        prologs = [one for one in events.read_events(log) if one.hook == "prolog"]
         return {one.job for one in prologs if one.outcome.result == "hit"}
 
 

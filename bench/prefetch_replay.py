@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from prefetch_model import ALL, History, Look, Start
 
 from forestage.features.prefetch.policy import (
-    RULES,
+    DEFAULT_RULES,
     HeldCopy,
     PrefetchRules,
     WantedImage,
-    choose,
-    likely,
+    choose_copy,
+    compute_expected_starts,
 )
 
 MINUTE = 60.0
@@ -78,12 +78,14 @@ def everywhere(facts: Facts) -> Wants:
     return _same({image: 1.0 for look in facts.queue for image in look.line.images})
 
 
-def queue(rules: PrefetchRules = RULES) -> Policy:
+def queue(rules: PrefetchRules = DEFAULT_RULES) -> Policy:
     """Ours, as it is shipped."""
 
     def wants(facts: Facts) -> Wants:
         wanted: dict[str, WantedImage] = {}
-        for one in likely((look.line for look in facts.queue), {ALL[0]: facts.nodes}, rules):
+        for one in compute_expected_starts(
+            (look.line for look in facts.queue), {ALL[0]: facts.nodes}, rules
+        ):
             first = wanted.get(one.image, WantedImage(1, one.user, 0.0))
             wanted[one.image] = first._replace(starts=first.starts + one.starts)
         return lambda node: wanted
@@ -91,7 +93,7 @@ def queue(rules: PrefetchRules = RULES) -> Policy:
     return Policy(wants, rules)
 
 
-def plans(rules: PrefetchRules = RULES, named: float = 0.3) -> Policy:
+def plans(rules: PrefetchRules = DEFAULT_RULES, named: float = 0.3) -> Policy:
     """The same, and of a job's starts `named` are on each node that one of its plans has named."""
 
     def wants(facts: Facts) -> Wants:
@@ -229,7 +231,7 @@ class Replay:
         for node, holds in enumerate(self.holds):
             if node in self.copying:
                 continue
-            copy = choose(wants(node), holds, self.room, now * MINUTE, self.policy.rules)
+            copy = choose_copy(wants(node), holds, self.room, now * MINUTE, self.policy.rules)
             if copy is None:
                 continue
             self._make_room(node, copy.stay, early=True)

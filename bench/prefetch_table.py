@@ -27,7 +27,7 @@ import busy
 from prefetch_model import History, Shape, labelled, recorded, simulated
 from prefetch_replay import POLICIES, Found, Policy, Replay, plans, queue
 
-from forestage.features.prefetch.policy import RULES, PrefetchRules
+from forestage.features.prefetch.policy import DEFAULT_RULES, PrefetchRules
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = Shape(nodes=16, minutes=400, queue=20, largest=6)
@@ -136,7 +136,7 @@ def plot(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> str:
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[name]}"/>' for x, y in at
             ]
             if name == "queue":
-                x, y = at[LEAST.index(RULES.least)]
+                x, y = at[LEAST.index(DEFAULT_RULES.least)]
                 ring = f'cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none"'
                 drawn.append(f'<circle {ring} stroke="{colours[name]}"/>')
     for place, (name, colour) in enumerate(colours.items()):

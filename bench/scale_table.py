@@ -167,7 +167,7 @@ def unleashed(places: NodePaths, hooks: int, paths: Sequence[Path]) -> Storm:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if any(codes):
         raise SystemExit(f"bench/scale: hooks failed: {Counter(codes)}")
-    told = list(events.read(places.events))
+    told = list(events.read_events(places.events))
     results = Counter(event.outcome.result for event in told if event.hook == "prolog")
     copies = sum(event.hook == "stager" for event in told)
     used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)

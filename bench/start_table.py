@@ -199,7 +199,7 @@ class Bench:
 
     def noted(self, node: str) -> list[EventRecord]:
         """What hooks and stagers of the last job with the image have noted."""
-        return list(events.read(self._log(node)))
+        return list(events.read_events(self._log(node)))
 
     def _log(self, node: str) -> Path:
         return self.site.cluster.host_path("/var/log/forestage/events.jsonl", node)

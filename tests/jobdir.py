@@ -60,7 +60,7 @@ class Dirs:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.begin(self.on, asked, HookDeadlines.of(Clock(), seconds, None), None)
+        return data.start_job_data(self.on, asked, HookDeadlines.of(Clock(), seconds, None), None)
 
     def step(
         self,
@@ -74,12 +74,12 @@ class Dirs:
         limit = HookDeadlines.of(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
         limit = msgspec.structs.replace(limit, fill=until, progress=progress)
-        return data.show(self.on, asked, limit, refusal)
+        return data.show_job_data(self.on, asked, limit, refusal)
 
     @contextlib.contextmanager
     def seen(self, job: int, user: User = ALICE, kept: bool = False) -> Iterator[Path]:
         """The directory as a task of the job sees it; `kept` where something is open in it then."""
-        line = job_dir.shown(self.on, self.job(job, "", user)).line
+        line = job_dir.prepare_mount_for_step(self.on, self.job(job, "", user)).line
         target = line[-2]
         if line[0] == "served":
             assert line[2:] == (target, "root")
@@ -101,7 +101,7 @@ class Dirs:
             mounts.umount(target, mounts.MNT_DETACH if kept or line[0] == "served" else 0)
 
     def taken(self) -> DiskUsage:
-        return job_dir.taken(self.node.cache)
+        return job_dir.measure_disk_usage(self.node.cache)
 
     def devices(self) -> list[str]:
         facts = self.node.nvme.stat()
@@ -134,7 +134,7 @@ def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
         yield dirs
     finally:
         for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
-            job_dir.end(node.cache, int(job))
+            job_dir.remove_job_dirs(node.cache, int(job))
         for one in loop.list_attached_devices():
             if one.is_on(dirs.node.nvme.stat()):
                 loop.detach_device(one)

@@ -267,7 +267,7 @@ class Node:
         """What the event file says of a kind of hook, or of one job's; in order."""
         return tuple(
             event.outcome
-            for event in events.read(self.places.events)
+            for event in events.read_events(self.places.events)
             if event.hook == hook and job in (None, event.job)
         )
 
@@ -361,7 +361,7 @@ def start_hook(
         os.environ.clear()
         os.environ.update(environ)
         first()
-        os._exit(boundary._main(name, str(node.places.root)))
+        os._exit(boundary._run_to_exit_status(name, str(node.places.root)))
 
     return subprocess.Popen(
         [name],

@@ -29,7 +29,7 @@ from forestage.clock import Clock
 from forestage.config import Config, ServiceAddress, load_config, parse_address
 from forestage.config.keys import PeersSection
 from forestage.events import CopyOutcome
-from forestage.features.peers import auth, of_job
+from forestage.features.peers import auth, find_peer_client
 from forestage.features.peers.auth import Authenticator, Credential, KeyFileAuthenticator
 from forestage.features.peers.connection import PeerRequestError
 from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
@@ -70,9 +70,9 @@ PeersSection.of = lambda peers, node: (
 # A machine may stand still: clients may wait, or take no bytes, as long as they like.
 PATIENT = """
 from forestage.features.peers import auth, listening, server, sessions
-server.WAIT, listening.USER_TIMEOUT = 99.0, 0
-sessions.UNPROVEN = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
-auth.CREDENTIAL_SECONDS, auth.PATIENCE = 3600, 3600.0
+server.MAX_CHUNK_WAIT, listening.USER_TIMEOUT = 99.0, 0
+sessions.PROOF_TIMEOUT = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
+auth.CREDENTIAL_SECONDS, auth.MUNGE_TIMEOUT = 3600, 3600.0
 """
 
 LIVE = "import time, pathlib; pathlib.Path('/proc/self/comm').write_text('forestage-stage')\n"
@@ -342,7 +342,7 @@ class Client:
         self, node: Node, key: str, nodelist: str = "n[1-2]", munge: str | None = None
     ) -> None:
         places = node.places if munge is None else NodePaths(node.places.root, munge)
-        made = of_job(node.config, "n2", nodelist, key, places)
+        made = find_peer_client(node.config, "n2", nodelist, key, places)
         assert made is not None
         self.peers = made
         self.buffer = memoryview(bytearray(1 << 18))
@@ -443,7 +443,7 @@ class Stranger:
         if within is None:
             start, size = span(int(number) if str(number).isdigit() else 0)
             within = f"bytes={start}-{start + size - 1}"
-        mac = auth.of_request(self.secret, made_for or self.session, "GET", path, within, mine)
+        mac = auth.request_mac(self.secret, made_for or self.session, "GET", path, within, mine)
         return self.ask(
             path,
             Range=within,
@@ -502,7 +502,7 @@ class FakeService:
             with contextlib.suppress(auth.BadCredential):
                 self.secrets.append(self.prover.read(body).secret)
             name = str(len(self.secrets) - 1)
-            mac = auth.of_session(self.secrets[-1], name)
+            mac = auth.session_mac(self.secrets[-1], name)
             send_response(line, "200 OK", json.dumps({"session": name, "mac": mac}).encode())
         else:
             secret = self.secrets[int(headers["Forestage-Session"])]
@@ -525,7 +525,7 @@ class Reply:
     ) -> bytes:
         secret = self.secret if secret is None else secret
         told = digest.digest_chunk(of_chunk(0)).hex() if told is None else told
-        mac = auth.of_response(secret, self.counter, status, has, told, length)
+        mac = auth.response_mac(secret, self.counter, status, has, told, length)
         return (
             f"HTTP/1.1 {status} X\r\nForestage-Has: {has}\r\nForestage-Digest: {told}\r\n"
             f"Forestage-Mac: {mac}\r\nContent-Length: {length}\r\n\r\n"

@@ -537,8 +537,8 @@ def watch(event, args):
     if event == "open" and isinstance(args[2], int) and args[2] & WRITE:
         made.append(str(args[0]))
 sys.addaudithook(watch)
-from forestage.hooks.boundary import _main
-code = _main(NAME)
+from forestage.hooks.boundary import _run_to_exit_status
+code = _run_to_exit_status(NAME)
 heavy = {"yaml", "msgspec", "typing", "pathlib", "subprocess", "dataclasses", "re"}
 heavy |= {"ctypes", "socket", "threading", "xxhash", "contextlib", "hashlib", "filelock"}
 ours = {name for name in sys.modules if name.startswith("forestage.")}
@@ -597,7 +597,7 @@ def body(name):
     print(name, loaded)
     sys.stdout.flush()
     return 0
-boundary._main = body
+boundary._run_to_exit_status = body
 before = set(sys.modules)
 sys.argv = ["/usr/lib/forestage/bin/forestage", "step"]
 from forestage.commands.entry import main

@@ -108,23 +108,23 @@ class Failed(Declined):
     """The node or forestage itself is at fault, not the request."""
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk, or a user's quota on it, that has no room."""
 
 
-UNMOUNTED = ("cache-not-mounted", "cache-other-disk")
+UNMOUNTED_REASONS = ("cache-not-mounted", "cache-other-disk")
 """The reasons of a cache whose disk is not mounted, or not yet."""
 
 
-def of_disk(error: OSError) -> Declined:
+def classify_disk_error(error: OSError) -> Declined:
     """Pure: what an error of the cache's disk means."""
-    if error.errno in FULL:
+    if error.errno in DISK_FULL_ERRNOS:
         return Declined("no-room", f"the cache's disk filled up: {error}")
-    return of_node(error)
+    return classify_node_error(error)
 
 
-def of_node(error: Exception) -> Failed:
+def classify_node_error(error: Exception) -> Failed:
     """Return what an unexpected error of this node's own files and processes means. Pure."""
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return Failed("disk-full", str(error))
     return Failed("io", str(error))

@@ -13,18 +13,18 @@ TAG = "forestage"
 _PRIORITY = 3 << 3 | 6  # LOG_DAEMON, LOG_INFO: syslog(3)
 
 
-def say(line: str, by_slurm: bool) -> None:
+def write_log_line(line: str, by_slurm: bool) -> None:
     """`by_slurm`: whether slurmd runs us, whose stderr nobody reads."""
     try:
         if by_slurm and os.path.exists("/dev/log"):
-            _send(line)
+            _send_to_syslog(line)
         else:
             os.write(2, f"{TAG}: {line}\n".encode(errors="backslashreplace"))
     except OSError:
         pass
 
 
-def _send(line: str) -> None:
+def _send_to_syslog(line: str) -> None:
     """Sends one datagram in the format of syslog(3). Raises OSError, at once."""
     # The C modules beneath: `socket` itself imports selectors and enum, 5 ms of a job's start.
     import _socket

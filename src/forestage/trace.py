@@ -5,7 +5,7 @@ from collections.abc import Callable
 listener: Callable[[str], None] | None = None
 
 
-def point(name: str) -> None:
+def reach_point(name: str) -> None:
     """Says that the program is here."""
     if listener is not None:
         listener(name)

@@ -45,7 +45,7 @@ class SizeOrShare(msgspec.Struct, frozen=True):
                 return cls(share=parse_share(value))
             return cls(size=parse_size(value))
         except ValueError:
-            raise _unexpected(f"{_A_SIZE}, or {_A_SHARE}", value) from None
+            raise _unexpected_value_error(f"{_A_SIZE}, or {_A_SHARE}", value) from None
 
     def of(self, total: int) -> int:
         """Returns the bytes meant of `total` bytes; a size is itself, even above `total`."""
@@ -56,11 +56,13 @@ class SizeOrShare(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.share is None:
-            return exact_size(self.size or 0)
+            return format_exact_size(self.size or 0)
         return f"{self.share * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
-def _matched(pattern: str, value: object, flags: re.RegexFlag = re.ASCII) -> "re.Match[str] | None":
+def _match_whole(
+    pattern: str, value: object, flags: re.RegexFlag = re.ASCII
+) -> "re.Match[str] | None":
     return re.fullmatch(pattern, value, flags) if isinstance(value, str) else None
 
 
@@ -82,14 +84,14 @@ def parse_size(value: object) -> int:
     size = -1
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
-    elif match := _matched(_SIZE, value, re.ASCII | re.IGNORECASE):
+    elif match := _match_whole(_SIZE, value, re.ASCII | re.IGNORECASE):
         whole, _, decimals = match[1].partition(".")
         if match[2] or not decimals:
             unit = 1 << 10 * (_PREFIXES.index(match[2].upper()) + 1) if match[2] else 1
             # Integers all the way: a float is off by bytes above 8 PiB.
             size = int(whole) * unit + int(decimals or "0") * unit // int(10 ** len(decimals))
     if not 0 <= size <= MAX_SIZE:
-        raise _unexpected(_A_SIZE, value)
+        raise _unexpected_value_error(_A_SIZE, value)
     return size
 
 
@@ -101,27 +103,27 @@ def parse_duration(value: object) -> float:
     seconds = -1.0
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = value
-    elif isinstance(value, str) and _matched(_NUMBER, value):
+    elif isinstance(value, str) and _match_whole(_NUMBER, value):
         seconds = float(value)
-    elif match := _matched(_DURATION, value) if value else None:
+    elif match := _match_whole(_DURATION, value) if value else None:
         counts = zip(match.groups(), _SECONDS.values(), strict=True)
         seconds = sum(float(count) * unit for count, unit in counts if count)
     # Written this way round, because nan compares false with everything.
     if not 0 <= seconds <= MAX_DURATION:
-        raise _unexpected(_A_DURATION, value)
+        raise _unexpected_value_error(_A_DURATION, value)
     # 71 * 0.001 is 0.07100000000000001, which nobody wrote and no text of nine decimals means.
     return round(float(seconds), _DECIMALS)
 
 
 def parse_share(value: object) -> float:
     """Returns 0 to 1 from "80%". A bare 80 or 0.8 is refused: it could mean either."""
-    match = _matched(_SHARE, value)
+    match = _match_whole(_SHARE, value)
     if match is None or float(match[1]) > 100:
-        raise _unexpected(_A_SHARE, value)
+        raise _unexpected_value_error(_A_SHARE, value)
     return float(match[1]) / 100
 
 
-def exact_size(size: int) -> str:
+def format_exact_size(size: int) -> str:
     """Returns `size` bytes as `parse_size` reads them: "23GiB", "1000"; nothing is rounded."""
     power = 0
     while size and size % 1024 == 0 and power < len(_PREFIXES):
@@ -155,14 +157,14 @@ def format_duration(seconds: float) -> str:
     return text
 
 
-def to_tenths(seconds: float) -> str:
+def format_rough_duration(seconds: float) -> str:
     """Returns `seconds` for users, who gain nothing from more: "0.3s", "12s", "1m30s"; below 0.1 s
     ""."""
     tenths = round(seconds, 1)
     return format_duration(tenths if seconds < 10 else round(seconds)) if tenths else ""
 
 
-def exact_duration(seconds: float) -> str:
+def format_exact_duration(seconds: float) -> str:
     """Returns `seconds` as `parse_duration` reads them: "2h", "0.071s"; nothing is rounded."""
     text = format_duration(seconds)
     if parse_duration(text) == seconds:
@@ -185,7 +187,7 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def shorten(text: str, most: int = MAX_TEXT) -> str:
+def shorten_middle(text: str, most: int = MAX_TEXT) -> str:
     """Return `text` with at most so many characters: a long text loses its middle. Pure.
 
     Messages begin with a path, which may be long, and end with what is wrong with it.
@@ -196,16 +198,16 @@ def shorten(text: str, most: int = MAX_TEXT) -> str:
     return f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Returns a user's text as one short line: control characters and undecodable bytes escaped."""
-    short = shorten(text)
+    short = shorten_middle(text)
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in short
     )
 
 
-def quote(value: object) -> str:
+def quote_value(value: object) -> str:
     """Returns `value` for an error message: short and on one line, whatever it is."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -219,5 +221,5 @@ def quote(value: object) -> str:
     return "a mapping" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-def _unexpected(expected: str, value: object) -> ValueError:
-    return ValueError(f"expected {expected}, got {quote(value)}")
+def _unexpected_value_error(expected: str, value: object) -> ValueError:
+    return ValueError(f"expected {expected}, got {quote_value(value)}")

@@ -43,7 +43,7 @@ class Kept:
     def look(self, at: Path | None = None) -> DirectoryManifest:
         root, _ = manifest.open_root(str(at or self.point), ALICE)
         try:
-            return manifest.take(root, "/set", ALICE, 1000)
+            return manifest.scan_directory(root, "/set", ALICE, 1000)
         finally:
             os.close(root)
 
@@ -129,7 +129,7 @@ def test_step_is_declined_a_directory_that_changed_on_the_server(
     node.prolog(1, comment=f"stage={kept.point}/")
 
     def state() -> str:
-        one = wanted.read(node.leases, 1).trees.get(f"{kept.point}/")
+        one = wanted.read_job_data(node.leases, 1).trees.get(f"{kept.point}/")
         return one.state if one and one.state in ("ready", "declined") else ""
 
     assert until(state, "the tree") == "ready"
@@ -144,7 +144,7 @@ def show(node: Node) -> data.StepPart:
     config = load_config(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))
-    return data.show(bare, job, HookDeadlines.of(Clock(), 600.0, None), None)
+    return data.show_job_data(bare, job, HookDeadlines.of(Clock(), 600.0, None), None)
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced, _removed])
@@ -152,10 +152,10 @@ def test_sample_check_of_a_scan_detects_a_change_on_the_server(kept: Kept, chang
     found = kept.look()
     root, _ = manifest.open_root(str(kept.point), ALICE)
     some = [one for one in found.files if one.path in (b"", b"sub", b"sub/3")]
-    assert manifest.still(root, some, ALICE)
+    assert manifest.are_files_unchanged(root, some, ALICE)
     change(kept)
     try:
-        assert not manifest.still(root, some, ALICE)
+        assert not manifest.are_files_unchanged(root, some, ALICE)
     except FileNotFoundError:
         assert change is _removed
     finally:

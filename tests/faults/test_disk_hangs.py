@@ -241,7 +241,7 @@ disk.probe_disk = known
 def hang(node, *args):
     os.mkdir(node.cache.root / "new")
 prolog.serve_prolog = step.serve_step = hang
-os._exit(boundary._main(sys.argv[1], sys.argv[2]))
+os._exit(boundary._run_to_exit_status(sys.argv[1], sys.argv[2]))
 """
 
 

@@ -87,8 +87,8 @@ def test_file_mounted_into_a_directory_during_its_copy_ends_the_copy(
     node: Node, far: Far, image: Path
 ) -> None:
     root, path = manifest.open_root(str(image.parent), BOB)
-    found = manifest.take(root, path, BOB, 100)
-    made = erofs.layout(found, {})
+    found = manifest.scan_directory(root, path, BOB, 100)
+    made = erofs.compute_layout(found, {})
     tree = DirectorySource(root, found, made, BOB, 100, Clock(), 0.0)
     mounts.mount(str(far.point / "image.sqsh"), str(image), mounts.MS_BIND)
     with pytest.raises(Declined) as caught:

@@ -104,7 +104,7 @@ def test_users_can_lock_no_directory_in_which_hooks_create_files(
     """After jobs of many kinds there is none; in tests/slurm/jobs.py after all of the tests'."""
     node.staged(2)
     called(node, "prolog", 2)
-    step_files.make_mount_point(node.places, 2, 0, 100)
+    step_files.make_placeholder(node.places, 2, 0, 100)
     node.configure(cold="shared")
     node.prolog(3, node.put("alice/other.sqsh"))
     state = node.places.known_disks.parent
@@ -176,7 +176,7 @@ import os, sys
 from forestage.hooks import boundary, watch
 from forestage.system import probe
 probe.LIMIT, watch.PROBE_INTERVAL, watch.HANG_AFTER = 0.2, 0.2, 0.3
-os._exit(boundary._main(sys.argv[1], sys.argv[2]))
+os._exit(boundary._run_to_exit_status(sys.argv[1], sys.argv[2]))
 """
 
 
@@ -230,7 +230,7 @@ def test_metrics_lock_is_acquired_while_a_user_locks_run_or_var_log(
     """The lock of `metrics`, whose folder filelock would make once more."""
 
     def lock_metrics() -> Ran:
-        with textfile.alone(node.places, 60):
+        with textfile.hold_metrics_lock(node.places, 60):
             return Ran(())
 
     lock_metrics()

@@ -315,7 +315,7 @@ def test_files_reported_with_one_inode_number_are_not_copied_as_hard_links(
     far.behaves(alike=1)
     root, path = manifest.open_root(str(far.point / "set"), ALICE)
     try:
-        found = manifest.take(root, path, ALICE, 100)
+        found = manifest.scan_directory(root, path, ALICE, 100)
     finally:
         os.close(root)
     _, a, b = found.files

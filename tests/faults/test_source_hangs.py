@@ -46,7 +46,8 @@ def test_first_prolog_with_the_companion_does_not_wait_for_a_source(node: Node, 
     node.places.loaded.touch()
     path = far.put("image.sqsh", image())
     far.hang()
-    code = "import os, sys; from forestage.hooks import boundary; boundary._main(*sys.argv[1:])"
+    code = "import sys; from forestage.hooks import boundary\n"
+    code += "boundary._run_to_exit_status(*sys.argv[1:])"
     script = [sys.executable, "-Ic", code, "prolog", str(node.places.root)]
     subprocess.run(script, env=node.environ(1, path), timeout=60, check=True)
     mark = node.places.leases / "1.prolog"

@@ -12,7 +12,7 @@ from far import Far
 from fault import image
 
 from forestage.cache.lease import Lease
-from forestage.features.prepare.tend import warmed_sign
+from forestage.features.prepare.tend import warmed_sign_path
 from forestage.paths import NodePaths
 from forestage.system import mounts
 from node import ALICE, Later, Node, until
@@ -129,8 +129,8 @@ def test_warm_copy_started_by_tend_holds_no_lock_and_is_marked_once_complete(
     (part,) = node.parts()
     assert not node.is_idle(part.directory.name), "the copy takes seconds"
     assert tended.is_free("warm")
-    assert not warmed_sign(node.places).exists()
+    assert not warmed_sign_path(node.places).exists()
     until(node.entries, "the copy")
     assert tended.run()["warm"] == ("ended", 0)
-    assert warmed_sign(node.places).exists()
+    assert warmed_sign_path(node.places).exists()
     assert "warm" not in tended.run()

@@ -75,8 +75,8 @@ class Copier:
     def _tree(self, name: str) -> Copied:
         root, resolved = manifest.open_root(str(self.far.point / name), ALICE)
         looked = self.node.clock.wall()
-        found = manifest.take(root, resolved, ALICE, 1000)
-        made = erofs.layout(found, {})
+        found = manifest.scan_directory(root, resolved, ALICE, 1000)
+        made = erofs.compute_layout(found, {})
         tree = open_tree.DirectorySource(root, found, made, ALICE, 1000, Clock(), looked)
         true = bytearray(made.size)
         true[: len(made.head)] = made.head

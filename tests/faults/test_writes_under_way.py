@@ -151,7 +151,7 @@ def staged(node: Node, path: Path, job: int) -> tuple[str, str]:
     node.prolog(job, comment=f"stage={path}/")
 
     def found() -> tuple[str, str] | None:
-        one = wanted.read(node.leases, job).trees.get(f"{path}/")
+        one = wanted.read_job_data(node.leases, job).trees.get(f"{path}/")
         return (one.state, one.reason) if one and one.state in ("ready", "declined") else None
 
     return until(found, "the tree")  # type: ignore[return-value]

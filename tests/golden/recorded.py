@@ -49,7 +49,7 @@ class Recorder:
 sys.meta_path.insert(0, Recorder())
 sys.argv = [name]
 from forestage.hooks import boundary
-os._exit(boundary._main(name, root))
+os._exit(boundary._run_to_exit_status(name, root))
 """
 
 # Whether or not somebody listens at /dev/log.
@@ -62,17 +62,17 @@ def say(line, by_slurm):
 # A machine may stand still for seconds, as tests/hooks has it. A hook does not look whether its
 # child hangs, nor tell its user why it waits.
 LIMITS = {
-    auth: ("PATIENCE",),
-    connection: ("CONNECT", "STALL"),
+    auth: ("MUNGE_TIMEOUT",),
+    connection: ("CONNECT_TIMEOUT", "SILENCE_TIMEOUT"),
     disk_errors: ("LOCK_TIMEOUT", "LOOK_TIME"),
     entry_sum: ("PATIENCE",),
     holder: ("START",),
     leases: ("SHORT_LOCK_TIMEOUT",),
-    mounted: ("LOOK",),
+    mounted: ("INSPECT_TIMEOUT",),
     opening: ("HOOK_TIMEOUT",),
     pipeline: ("PROGRESS_EVERY",),
     probe: ("LIMIT",),
-    protocol: ("HANDSHAKE",),
+    protocol: ("HANDSHAKE_TIMEOUT",),
     serving: ("BEGIN", "SERVE_TIMEOUT"),
     source: ("STAGER_TIMEOUT",),
     step: ("NAME_TIMEOUT",),

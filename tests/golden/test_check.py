@@ -127,7 +127,7 @@ def of_peers(node: GoodNode) -> None:
 
 def of_peers_of_the_cluster(node: GoodNode) -> None:
     peering(node, "  reach: cluster\n")
-    node_list.write(node.places, node_list.PeerNodeList(1.0, {"n1": "", "n2": ""}))
+    node_list.write_list(node.places, node_list.PeerNodeList(1.0, {"n1": "", "n2": ""}))
 
 
 def of_prefetch(node: GoodNode) -> None:

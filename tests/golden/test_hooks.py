@@ -39,7 +39,7 @@ from forestage.commands.world import CommandContext
 from forestage.config import load_config
 from forestage.features.data import job_disk, serving
 from forestage.features.prefetch import prefetch_node
-from forestage.features.prefetch.expected import LASTS, ExpectedImageList
+from forestage.features.prefetch.expected import LIST_LASTS, ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.features.registry import step_files
 from forestage.hooks.boundary import IMAGE_OPTION
@@ -316,10 +316,10 @@ def test_output_of_hooks_with_a_prefetched_image_equals_the_golden_files(scene: 
     for one in (path, late):
         os.utime(scene.node.server / one.relative_to(scene.node.shared), (now - OLD, now - OLD))
     rows = tuple(ExpectedStarts("gpu", str(one), ALICE.uid, 1.0) for one in (path, late))
-    told = ExpectedImageList(1, now, now + LASTS, {"gpu": "n[1-2]"}, rows[:1])
+    told = ExpectedImageList(1, now, now + LIST_LASTS, {"gpu": "n[1-2]"}, rows[:1])
     config = load_config(scene.node.places.etc).of_node
     own = CacheNode.of(config, scene.node.places, Clock())
-    prefetch_node.run(
+    prefetch_node.run_node_pass(
         own, SlurmClient("", proc=scene.node.places.root / "proc", node="n1"), told_by(told), False
     )
     until(lambda: not scene.at_work(), "the copy")

@@ -300,7 +300,7 @@ def test_prolog_stages_in_the_foreground_if_fork_fails(
     for name, value in background.environ(image).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "fork", once(fails, os.fork))
-    assert boundary._main("prolog", str(background.node.places.root)) == 0
+    assert boundary._run_to_exit_status("prolog", str(background.node.places.root)) == 0
     assert background.node.held(7).uses
     assert not background.mark.exists()
 

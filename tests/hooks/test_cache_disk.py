@@ -34,13 +34,13 @@ ON_NETWORK = (0, "declined", "cache-on-network")
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines about a new disk that hooks of this process write to the log."""
     found: list[str] = []
-    say = log.say
+    say = log.write_log_line
 
     def listen(line: str, by_slurm: bool) -> None:
         found.extend([line] if "result=new-disk" in line else [])
         say(line, by_slurm)
 
-    monkeypatch.setattr(log, "say", listen)
+    monkeypatch.setattr(log, "write_log_line", listen)
     return found
 
 

@@ -262,7 +262,9 @@ def test_wrong_hint_is_reported_and_the_image_is_staged(
     assert line.count("\n") == 1
     assert line[:-1].isprintable()
     assert problem in line
-    event = next(event for event in events.read(node.places.events) if event.hook == "prolog")
+    event = next(
+        event for event in events.read_events(node.places.events) if event.hook == "prolog"
+    )
     assert problem in "; ".join(event.problems)
     assert len(line) < 8000
     assert node.places.events.stat().st_size < 8000

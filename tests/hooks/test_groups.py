@@ -99,7 +99,7 @@ def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     """What a step is shown that has these groups."""
     bare, job = of_alice(node, "", groups=groups, of_step=True)
     limit = HookDeadlines.of(Clock(), 600.0, 600.0)
-    return data.show(bare, msgspec.structs.replace(job, step=0), limit, None)
+    return data.show_job_data(bare, msgspec.structs.replace(job, step=0), limit, None)
 
 
 def test_directory_readable_only_in_a_step_is_copied_then(
@@ -110,10 +110,11 @@ def test_directory_readable_only_in_a_step_is_copied_then(
     (spank.server / "proj/set").chmod(0o750)
     path = f"{spank.shared}/proj/set/"
     prolog = of_alice(spank, f"stage={path}", groups=(ALICE.gid,))
-    (started,) = data.begin(*prolog, HookDeadlines.of(Clock(), 600.0, None), None)
+    (started,) = data.start_job_data(*prolog, HookDeadlines.of(Clock(), 600.0, None), None)
     assert started.result == "started"
     tree = until(
-        lambda: (found := wanted.read(spank.leases, 7).trees[path]).reason and found, "the look"
+        lambda: (found := wanted.read_job_data(spank.leases, 7).trees[path]).reason and found,
+        "the look",
     )
     assert (tree.reason, tree.groups) == ("no-permission", (ALICE.gid,))
     shown = show(spank, (ALICE.gid,))  # of these groups it was looked at

@@ -11,7 +11,7 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.commands.tally import EventTally
-from forestage.events import RequestOutcome, read
+from forestage.events import RequestOutcome, read_events
 from forestage.features.contexts import AfterLeaseFacts, BeforeLeaseFacts, StepPart
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, HookRun
 from forestage.slurm.hints import MAX_PROBLEMS, Request
@@ -117,7 +117,7 @@ def test_job_with_only_an_image_option_records_no_hints_for_other_steps(
 
 def counted(node: Node) -> EventTally:
     found = EventTally()
-    for event in read(node.places.events):
+    for event in read_events(node.places.events):
         if event.job == 1:
             found.add(event)
     return found
@@ -190,7 +190,9 @@ def test_stage_option_is_served_instead_of_the_comments_hint(
     assert str(paths[0]) not in answer
     (line,) = texts_for_user(answer)
     assert f"{paths[1]} is read from this node's copy" in line
-    (event,) = [one for one in read(loaded.places.events) if (one.job, one.hook) == (1, "prolog")]
+    (event,) = [
+        one for one in read_events(loaded.places.events) if (one.job, one.hook) == (1, "prolog")
+    ]
     assert (event.options, event.ignored) == (("stage", "stage-tell"),) * 2
 
 

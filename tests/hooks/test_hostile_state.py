@@ -315,7 +315,7 @@ def test_garbage_in_the_event_log_hides_no_event_of_the_epilog(node: Node) -> No
         file.write(b'{"user":"\xff"}\n')
         file.write(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n" + b"[" * 9000)
     node.epilog(1)
-    assert [event.hook for event in events.read(node.places.events)][-1] == "epilog"
+    assert [event.hook for event in events.read_events(node.places.events)][-1] == "epilog"
 
 
 @pytest.mark.cases(2)

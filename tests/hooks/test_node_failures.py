@@ -148,7 +148,7 @@ def test_explain_reports_that_events_of_the_job_were_lost(node: Node) -> None:
     assert lost in problem
     assert explain.read_job_history(node.places, 7, ALICE.uid).runs, "which are in /run"
     with pytest.raises(OSError, match=re.escape(str(log))):
-        metrics.export(node.places, Clock(), "1")
+        metrics.write_metrics(node.places, Clock(), "1")
     # The disk has space again: what was lost meanwhile is lost, and is still told.
     unmount(log)
     assert node.epilog(7).code == 0

@@ -53,7 +53,7 @@ def released(node: Node) -> list[str]:
     """The users whose jobs of that number were released."""
     from forestage import events
 
-    found = events.read(node.places.events)
+    found = events.read_events(node.places.events)
     return [one.user for one in found if isinstance(one.outcome, ReleaseOutcome) and one.job == JOB]
 
 

@@ -17,9 +17,9 @@ from forestage.bind import origins, redirect
 from forestage.cache.lease import EntryUse
 from forestage.clock import Clock
 from forestage.config import switch
-from forestage.events import EventRecord, read
+from forestage.events import EventRecord, read_events
 from forestage.hooks import bare_name, boundary, script
-from forestage.hooks.boundary import IMAGE_OPTION, HookRun, _main
+from forestage.hooks.boundary import IMAGE_OPTION, HookRun, _run_to_exit_status
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
 from node import ALICE, BOB, HANGS, Node, content, held_at, until
@@ -82,7 +82,7 @@ def test_step_with_redirect_spank_gets_the_entry_and_the_node_has_no_bind(
     lease = spank.held(7)
     assert lease.uses == (EntryUse(key),)
     assert ask(spank, 7, "./images/a.sqsh", user=user) == used(spank, path)
-    said = [(e.hook, e.step, e.outcome.result, e.outcome.redirect) for e in read_events(spank)]
+    said = [(e.hook, e.step, e.outcome.result, e.outcome.redirect) for e in read_step_events(spank)]
     assert said == [
         ("step", 3, "copied", "spank"),
         ("step", 0, "hit", "spank"),
@@ -91,8 +91,8 @@ def test_step_with_redirect_spank_gets_the_entry_and_the_node_has_no_bind(
     assert spank.lease(7) is None
 
 
-def read_events(node: Node) -> list[EventRecord]:
-    return [event for event in read(node.places.events) if event.hook != "stager"]
+def read_step_events(node: Node) -> list[EventRecord]:
+    return [event for event in read_events(node.places.events) if event.hook != "stager"]
 
 
 def test_step_records_its_answer_for_further_steps(spank: Node) -> None:
@@ -514,7 +514,7 @@ def test_unexpected_exception_in_a_step_answers_leave_or_keeps_the_given_answer(
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr("forestage.paths.NodePaths", lambda: spank.places)
     monkeypatch.setattr(module, name, broken)
-    assert _main("step") == 0
+    assert _run_to_exit_status("step") == 0
     assert capfd.readouterr().out.splitlines()[-1] == "\t".join(answer)
 
 

@@ -209,7 +209,7 @@ def test_root_and_a_user_without_uid_get_no_event_file(node: Node, job_of: User)
     hit = RequestOutcome("hit")
     events.record_events(node.places, [EventRecord(1.0, "prolog", 7, hit, uid=job_of.uid)])
     assert not node.places.users.exists()
-    assert len(list(events.read(node.places.events))) == 1
+    assert len(list(events.read_events(node.places.events))) == 1
 
 
 # What is told of others
@@ -287,7 +287,7 @@ def test_copy_event_is_logged_if_users_of_the_key_cannot_be_read(
 
     monkeypatch.setattr(LeaseDirectory, "users_of", unreadable)
     node.staged(7)
-    assert next(events.read(node.places.events)).hook == "stager"
+    assert next(events.read_events(node.places.events)).hook == "stager"
 
 
 def test_wrong_bytes_are_logged_if_they_cannot_be_written_for_users(node: Node) -> None:
@@ -303,7 +303,7 @@ def test_wrong_bytes_are_logged_if_they_cannot_be_written_for_users(node: Node) 
         ).bad
         == 1
     )
-    assert [one.outcome.result for one in events.read(node.places.events)][-1] == "bad"
+    assert [one.outcome.result for one in events.read_events(node.places.events)][-1] == "bad"
 
 
 # What users do to it

@@ -101,7 +101,7 @@ def test_image_in_a_users_fuse_mount_with_allow_other_is_declined(
     node.prolog(2, comment=f"stage={own.point}/")
 
     def is_declined() -> bool:
-        tree = wanted.read(node.leases, 2).trees[f"{own.point}/"]
+        tree = wanted.read_job_data(node.leases, 2).trees[f"{own.point}/"]
         return (tree.state, tree.reason) == ("declined", "bad-path")
 
     until(is_declined, "the directory to be declined")
@@ -150,7 +150,7 @@ def test_file_in_a_users_fuse_mount_is_declined_wherever_the_sources_are(
         node.prolog(2, comment=f"stage={path.parent}/")
 
         def is_declined() -> bool:
-            tree = wanted.read(node.leases, 2).trees[f"{path.parent}/"]
+            tree = wanted.read_job_data(node.leases, 2).trees[f"{path.parent}/"]
             return (tree.state, tree.reason) == ("declined", "bad-path")
 
         until(is_declined, "the directory to be declined")

@@ -119,7 +119,7 @@ class Compute:
         """What the hooks and stagers did for a job."""
         file = Path(self.vm.folder / "events")
         file.write_bytes(self.vm.get(LOG))
-        return [one for one in events.read(file) if one.job == job]
+        return [one for one in events.read_events(file) if one.job == job]
 
     def idle(self, limit: float = PATIENCE) -> None:
         """Waits until no job is there, and the node's last Epilog is over."""

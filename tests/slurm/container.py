@@ -187,7 +187,7 @@ class Container:
         wait_until(registered, 120, lambda: f"{self.cluster.overview()}{self.log.read_text()}")
 
     def events(self) -> list[EventRecord]:
-        return list(events.read(self.root / "var/log/forestage/events.jsonl"))
+        return list(events.read_events(self.root / "var/log/forestage/events.jsonl"))
 
     def results(self, job: int, hook: str = "step") -> list[str]:
         found = [one.outcome for one in self.events() if (one.job, one.hook) == (job, hook)]

@@ -120,7 +120,7 @@ class Fleet(Site):
         found = {}
         for node in nodes:
             log = self.cluster.host_path(EVENTS, node)
-            for event in events.read(log):
+            for event in events.read_events(log):
                 if event.hook == "stager" and event.outcome.image == path:
                     found[node] = event
         return found

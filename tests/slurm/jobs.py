@@ -282,7 +282,7 @@ class Site:
 
     def outcomes(self, job: int, node: str = "n1", hook: str = "prolog") -> list[Outcome]:
         log = self.cluster.host_path("/var/log/forestage/events.jsonl", node)
-        own = [event for event in events.read(log) if event.job == job]
+        own = [event for event in events.read_events(log) if event.job == job]
         return [event.outcome for event in own if event.hook == hook]
 
     def outcome(self, job: int, node: str = "n1") -> Outcome:

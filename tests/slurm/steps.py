@@ -147,7 +147,7 @@ def copies(site: Site, image: str, node: str) -> list[str]:
     log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
     return [
         event.outcome.result
-        for event in events.read(log)
+        for event in events.read_events(log)
         if event.hook == "stager" and event.outcome.image == image
     ]
 

@@ -120,7 +120,7 @@ class Control:
         said = self.machine.type(f"srun --comment=stage={IMAGE} sh -c '{script}'")
         greeting, number = said.split("\n")[:2]
         assert greeting == "hello, world"
-        logged = events.read(self.machine.path("/var/log/forestage/events.jsonl"))
+        logged = events.read_events(self.machine.path("/var/log/forestage/events.jsonl"))
         found = [one.outcome for one in logged if (one.job, one.hook) == (int(number), "prolog")]
         assert all(isinstance(one, RequestOutcome) for one in found)
         return found[0].result if found else "not asked"

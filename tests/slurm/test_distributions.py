@@ -51,7 +51,7 @@ class Node:
 
     def result(self, job: int) -> str:
         """What the Prolog did for the job's image."""
-        logged = events.read(self.machine.path("/var/log/forestage/events.jsonl"))
+        logged = events.read_events(self.machine.path("/var/log/forestage/events.jsonl"))
         (found,) = [one.outcome for one in logged if (one.job, one.hook) == (job, "prolog")]
         assert isinstance(found, RequestOutcome)
         return found.result

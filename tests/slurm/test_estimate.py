@@ -80,7 +80,7 @@ def uses(site: Site) -> dict[tuple[int, str, str], bool]:
     found: dict[tuple[int, str, str], bool] = {}
     for node in site.cluster.nodes:
         log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
-        for event in events.read(log):
+        for event in events.read_events(log):
             if event.hook in ("prolog", "step") and isinstance(event.outcome, RequestOutcome):
                 key = event.job, node, event.outcome.request
                 found.setdefault(key, event.outcome.result == "hit")

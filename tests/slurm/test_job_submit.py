@@ -19,7 +19,7 @@ from jobs import Site, hooked
 from spec import REPO, ClusterSpec
 from suite import on_suite
 
-from forestage.features.prefetch.queue import seen_images
+from forestage.features.prefetch.queue import parse_admin_comment
 
 SHIPPED = REPO / "packaging/slurm/job_submit.lua"
 COPY = "/etc/forestage/job_submit.lua"
@@ -82,7 +82,7 @@ def batch(site: Site, script: str, *options: str) -> int:
 
 
 def images(site: Site, script: str, *options: str) -> tuple[str, ...]:
-    return seen_images(noted(site, batch(site, script, *options)))
+    return parse_admin_comment(noted(site, batch(site, script, *options)))
 
 
 def test_image_option_of_sbatch_and_of_its_script_is_noted_in_the_admin_comment(held: Site) -> None:
@@ -97,7 +97,7 @@ def test_image_option_of_srun_and_salloc_is_noted_in_the_admin_comment(
 ) -> None:
     image = site.image(command)
     ran = site.run([command, f"--container-image={image}", "true"])
-    assert seen_images(noted(site, ran.job)) == (image,)
+    assert parse_admin_comment(noted(site, ran.job)) == (image,)
 
 
 STEPS = {
@@ -173,7 +173,7 @@ def test_noted_images_have_at_most_900_bytes_and_only_whole_paths(held: Site) ->
     long, fits = "/" + "ü" * 140, "/fits.sqsh"  # 6 bytes for each ü
     script = "\n".join(f"srun --container-image={path} true" for path in (long, long + "x", fits))
     job = batch(held, script)
-    assert seen_images(noted(held, job)) == (long, fits)
+    assert parse_admin_comment(noted(held, job)) == (long, fits)
     assert len(noted(held, job)) <= 900
     assert images(held, f"srun --container-image=/{'x' * 900} true") == ()
 

@@ -133,7 +133,7 @@ def scraped(prometheus: Prometheus, node: str, since: int) -> bool:
 def results(site: Site, node: str) -> Counter[tuple[str, str]]:
     """Hook and result of every request that a node's log tells of: the truth."""
     log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
-    told = (event for event in events.read(log) if event.hook in ("prolog", "step"))
+    told = (event for event in events.read_events(log) if event.hook in ("prolog", "step"))
     return Counter((event.hook, event.outcome.result) for event in told)
 
 

@@ -43,7 +43,7 @@ def paths(site: Site) -> list[str]:
 def prologs(site: Site, job: int, node: str = "n1") -> list[EventRecord]:
     """The events of a job's Prologs on a node."""
     log = site.cluster.host_path("/var/log/forestage/events.jsonl", node)
-    return [one for one in events.read(log) if (one.job, one.hook) == (job, "prolog")]
+    return [one for one in events.read_events(log) if (one.job, one.hook) == (job, "prolog")]
 
 
 def asked(site: Site, job: int, node: str = "n1") -> list[str]:

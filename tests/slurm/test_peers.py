@@ -233,9 +233,9 @@ def test_nodes_that_prefetch_an_image_at_once_together_read_the_source_about_twi
         now, all_nodes = time.time(), ",".join(fleet.cluster.nodes)
         rows = (ExpectedStarts("all", path, ALICE.uid, 3.0),)
         listed = ExpectedImageList(
-            int(now * 1000), now, now + expected.LASTS, {"all": all_nodes}, rows
+            int(now * 1000), now, now + expected.LIST_LASTS, {"all": all_nodes}, rows
         )
-        expected.write(NodePaths(fleet.cluster.host_path("/", "n1")), listed)
+        expected.write_list(NodePaths(fleet.cluster.host_path("/", "n1")), listed)
         before = fleet.read_of_store()
         passes = [
             fleet.cluster.popen([CLI, "prefetch", "--node", node], user="root", node=node)

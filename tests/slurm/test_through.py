@@ -156,7 +156,7 @@ def test_step_reads_through_its_prologs_keeper_without_a_helper(
 
 
 def began_before_copy_was_whole(site: Site, job: int, image: str, node: str) -> bool:
-    log = events.read(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
+    log = events.read_events(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
     of_image = [event for event in log if getattr(event.outcome, "image", "") == image]
     steps = [event.time for event in of_image if event.hook == "step" and event.job == job]
     (copy,) = [event for event in of_image if event.hook == "stager"]

@@ -208,7 +208,7 @@ def misfortunes(load: Load) -> list[str]:
 
 
 def events_of(site: Site, node: str) -> Iterator[EventRecord]:
-    return events.read(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
+    return events.read_events(site.cluster.host_path("/var/log/forestage/events.jsonl", node))
 
 
 def tally(load: Load) -> Counter[str]:

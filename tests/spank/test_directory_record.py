@@ -43,9 +43,9 @@ def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", format_)
         seed = ("env", "CACHE", f"{OWN}/seed/CACHE")
         lines = [("env", "FORESTAGE_DIR", str(OWN)), seed, line]
-        text = directory_record.text_of(uid, lines)
-        if directory_record.is_needed(leases, JOB, text):
-            directory_record.write(leases, JOB, text)
+        text = directory_record.format_record(uid, lines)
+        if directory_record.is_write_needed(leases, JOB, text):
+            directory_record.write_record(leases, JOB, text)
 
     write()
     return write

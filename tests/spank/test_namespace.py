@@ -125,7 +125,7 @@ def test_task_reads_the_source_if_the_mount_over_its_image_hangs(
 
 def noted() -> list[tuple[int, int | None, str, str, bool]]:
     found = []
-    for event in events.read(EVENTS):
+    for event in events.read_events(EVENTS):
         assert isinstance(event.outcome, RequestOutcome)
         told = event.outcome
         found.append((event.job, event.step, told.reason, told.image, told.data))
@@ -336,7 +336,7 @@ def test_failed_redirect_of_a_task_is_printed_and_recorded_once_per_step(
     assert ran.said == [f"forestage: {step.image} is read from where it is: {why}"]
     assert "setenv 1 FORESTAGE_RESULT=no-mount" in ran.facts("setenv")
     until(lambda: noted() and gone(), "the event")
-    (event,) = events.read(EVENTS)
+    (event,) = events.read_events(EVENTS)
     assert (event.outcome.reason, event.outcome.detail) == ("no-mount", why)
     assert noted() == [(JOB, BATCH, "no-mount", str(step.image), False)]
     assert own.read_bytes() == EVENTS.read_bytes(), "its user is told so"

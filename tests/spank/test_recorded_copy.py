@@ -130,7 +130,7 @@ def test_step_starts_the_helper_if_the_prolog_does_not_end(noted: Step) -> None:
 
 def test_step_without_a_helper_records_an_event_and_does_not_touch_the_entry(noted: Step) -> None:
     noted.run()
-    (event,) = events.read(NodePaths(noted.folder).events)
+    (event,) = events.read_events(NodePaths(noted.folder).events)
     assert event is not None
     assert (event.hook, event.job, event.step, event.uid) == ("step", JOB, BATCH, UID)
     assert isinstance(event.outcome, RequestOutcome)
@@ -163,7 +163,7 @@ def test_step_without_a_helper_gets_its_copy_from_a_frozen_disk(frozen: Step) ->
     assert ran.out.split() == [str(frozen.entry().stat().st_ino)] * 2
     assert frozen.asked() == 0
     assert ran.logged == ""
-    assert len(list(events.read(NodePaths(frozen.folder).events))) == 1
+    assert len(list(events.read_events(NodePaths(frozen.folder).events))) == 1
 
 
 def test_read_through_file_is_mounted_without_a_helper_during_the_copy(
@@ -174,7 +174,7 @@ def test_read_through_file_is_mounted_without_a_helper_during_the_copy(
     hidden = f"between=mv {noted.place}/sock {noted.folder}/sock"  # as if the copy were whole now
     ran = noted.run(hidden, "tasks=2", f"task=cat {noted.image}")
     assert (ran.out, noted.asked(), ran.logged) == (2 * SERVED, 0, "")
-    (event,) = events.read(NodePaths(noted.folder).events)
+    (event,) = events.read_events(NodePaths(noted.folder).events)
     assert isinstance(event.outcome, RequestOutcome)
     assert (event.outcome.result, event.outcome.redirect) == ("through", "spank")
     assert (noted.entry().parent / "used").stat().st_mtime == 5
@@ -197,7 +197,7 @@ def test_event_of_a_step_without_a_helper_starts_on_a_new_line(noted: Step) -> N
     log.write_text('{"cut": "sho')
     noted.run()
     noted.run()
-    assert [bool(event) for event in events.read(log)] == [True, True]
+    assert [bool(event) for event in events.read_events(log)] == [True, True]
 
 
 @pytest.fixture
@@ -216,12 +216,12 @@ def test_event_of_a_step_without_a_helper_is_also_written_to_the_users_file(
     assert own.read_bytes() == NodePaths(noted.folder).events.read_bytes()
     own.write_text('{"cut": "sho')
     noted.run()
-    assert [bool(event) for event in events.read(own)] == [True]
+    assert [bool(event) for event in events.read_events(own)] == [True]
 
 
 def test_companion_does_not_create_a_users_event_file(noted: Step) -> None:
     noted.run()
-    assert len(list(events.read(NodePaths(noted.folder).events))) == 1
+    assert len(list(events.read_events(NodePaths(noted.folder).events))) == 1
     assert not (MARK.parent / "users").exists()
 
 
@@ -240,7 +240,7 @@ def test_companion_does_not_write_to_a_link_fifo_or_foreign_file_as_users_event_
         noted.run()
         assert os.read(fd, 1) == b""
     assert noted.asked() == 0
-    assert len(list(events.read(NodePaths(noted.folder).events))) == 1
+    assert len(list(events.read_events(NodePaths(noted.folder).events))) == 1
 
 
 def test_full_event_file_of_a_user_frees_its_oldest_blocks(noted: Step, own: Path) -> None:

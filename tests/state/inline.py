@@ -77,7 +77,7 @@ def without_processes(patch: pytest.MonkeyPatch) -> None:
         fstab, "read_fstab_binds", lambda copy, user: ()
     )  # whose limits would be this process'
     patch.setattr(mounts, "list_mounts", _current)
-    patch.setattr(log, "say", lambda line, by_slurm: None)
+    patch.setattr(log, "write_log_line", lambda line, by_slurm: None)
     patch.setattr(os, "fsync", os.fstat)  # nobody pulls the plug here
 
 

@@ -120,7 +120,7 @@ def test_garbage_in_the_event_log_hides_no_later_event(
     file.write_bytes(b"\n".join(garbage))
     event = EventRecord(1.0, "prolog", 424242, events.RequestOutcome("hit"))
     events.append_events(file, [event])
-    assert [found for found in events.read(file) if found.job == 424242] == [event]
+    assert [found for found in events.read_events(file) if found.job == 424242] == [event]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from forestage.cache import entry_sum, known_disks
 from forestage.cache.image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.cache.known_disks import CacheLocation
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
-from forestage.errors import FULL, Declined, Failed, NotFoundError, of_disk
+from forestage.errors import DISK_FULL_ERRNOS, Declined, Failed, NotFoundError, classify_disk_error
 from forestage.system import as_user, child, files, lock, mounts, records
 from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
@@ -189,9 +189,9 @@ class Cache:
         try:
             self._prepare(require_mount)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
-            raise of_disk(error) from None
+            raise classify_disk_error(error) from None
 
     def _prepare(self, require_mount: bool) -> None:
         # It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
@@ -563,7 +563,9 @@ class Cache:
             if before is not None:
                 there = f"{before.file_system} at {before.point}"
                 detail = f"{now.file_system} at {now.point}, until now {there}"
-                log.say(f"cache root={self.root} result=new-disk {detail=}", by_slurm=True)
+                log.write_log_line(
+                    f"cache root={self.root} result=new-disk {detail=}", by_slurm=True
+                )
 
     def accept_disk(self, require_mount: bool) -> CacheLocation:
         """Has the cache use the disk that its path leads to now. Raises Declined, OSError."""

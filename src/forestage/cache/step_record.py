@@ -36,7 +36,7 @@ from forestage.errors import Failed
 from forestage.paths import NodePaths
 from forestage.slurm.lines import LANGUAGE, LineFields, has_control_characters
 from forestage.system import records
-from forestage.units import printable
+from forestage.units import make_printable
 
 FileStamp = tuple[int, int, int, int]
 RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
@@ -170,5 +170,5 @@ def _format_file_line(path: Path) -> str:
 def _format_line(*fields: object) -> str:
     words = [str(field) for field in fields]
     if any(map(has_control_characters, words)):
-        raise Failed("bad-path", f"control characters in {printable(str(words))}")
+        raise Failed("bad-path", f"control characters in {make_printable(str(words))}")
     return "\t".join(words)

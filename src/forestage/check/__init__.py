@@ -34,7 +34,7 @@ from forestage.clock import Clock
 from forestage.config import Config, LoadedConfig, load_config
 from forestage.errors import ConfigError, Failed
 from forestage.features.contexts import CheckFacts
-from forestage.features.doors import CHECKS_FINDINGS, load_all
+from forestage.features.doors import CHECKS_FINDINGS, load_doors
 from forestage.paths import NodePaths
 from forestage.slurm import enroot as enroots
 from forestage.slurm.queue import SlurmClient
@@ -214,7 +214,7 @@ def _list_findings(
     yield from node.list_findings(files, target.places, settings.of_node, target.clock.wall())
     yield from node.list_untended_findings(files, conf)
     facts = CheckFacts(target, files, settings, site)
-    for findings in load_all(CHECKS_FINDINGS):
+    for findings in load_doors(CHECKS_FINDINGS):
         yield from findings(facts)
 
 

@@ -22,7 +22,7 @@ from forestage.check.site import TIMER_UNIT, HookSetting, HookSetup, SlurmSite
 from forestage.config import Config
 from forestage.errors import SlurmConfChangeRefused
 from forestage.features import FEATURES
-from forestage.features.doors import CHECKS_WANTS_UNIT, load
+from forestage.features.doors import CHECKS_WANTS_UNIT, load_door
 from forestage.slurm.slurm_conf import ConfLine
 from forestage.system import mounts, run
 from forestage.system.terminal import OutputBlock, TextLine
@@ -248,7 +248,9 @@ def list_wanted_units(config: Config | None) -> list[str]:
     """Return the units of a node with this configuration; None is one that cannot be used."""
     if config is None:
         return [TIMER_UNIT]
-    wanting = [one for one in FEATURES if one.unit and load(one.name, CHECKS_WANTS_UNIT)(config)]
+    wanting = [
+        one for one in FEATURES if one.unit and load_door(one.name, CHECKS_WANTS_UNIT)(config)
+    ]
     return [TIMER_UNIT, *(one.unit for one in wanting)]
 
 

@@ -43,7 +43,7 @@ def read_event_log_facts(places: NodePaths) -> EventLogFacts:
     hung: dict[str, float] = {}
     bad: dict[str, EventRecord] = {}
     with contextlib.suppress(OSError):
-        for event in events.read(places.events):
+        for event in events.read_events(places.events):
             hooks[event.hook] = max(event.time, hooks.get(event.hook, 0.0))
             outcome = event.outcome
             if isinstance(outcome, BadEntryOutcome):

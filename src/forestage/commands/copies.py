@@ -15,7 +15,7 @@ from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord, boot_id
 from forestage.commands import inventory
-from forestage.features.doors import STATUS_READ_SENT, load_all
+from forestage.features.doors import STATUS_READ_SENT, load_doors
 from forestage.system import lock, records, terminal
 from forestage.system.terminal import (
     OutputBlock,
@@ -77,7 +77,7 @@ def list_copies(node: Node) -> tuple[CopyUnderWay, ...]:
     jobs = inventory.group_jobs_by_key(inventory.read_leases(node.leases).leases)
     boot, now = boot_id(), node.clock.monotonic()
     sent: dict[str, int] = {}
-    for read_sent in load_all(STATUS_READ_SENT):
+    for read_sent in load_doors(STATUS_READ_SENT):
         sent |= read_sent(node.places)
     found: list[tuple[float, CopyUnderWay]] = []
     for directory in sorted(node.cache.parts.iterdir()):

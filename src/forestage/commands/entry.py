@@ -14,9 +14,9 @@ def main() -> None:
         from forestage.hooks import boundary
 
         boundary.import_msgspec()
-        from forestage.features.doors import HINTS, load_all
+        from forestage.features.doors import HINTS, load_doors
 
-        for hints in load_all(HINTS):
+        for hints in load_doors(HINTS):
             os._exit(hints.main(sys.argv[3:]))
     _end_at_interrupt()
     from forestage.commands import main as cli

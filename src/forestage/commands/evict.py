@@ -16,9 +16,9 @@ from forestage.commands import copies, inventory
 from forestage.commands.entries import optional_entry_words, pick_entries
 from forestage.commands.inventory import InventoryItem
 from forestage.commands.world import ExitStatus, as_json, print_result
-from forestage.errors import UNMOUNTED, Failed, NotFoundError
+from forestage.errors import UNMOUNTED_REASONS, Failed, NotFoundError
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_all
+from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_doors
 from forestage.slurm.queue import SlurmClient
 from forestage.system import lock, records
 from forestage.system.terminal import (
@@ -111,7 +111,7 @@ def evict_earlier_cache(node: Node, root: str, dry_run: bool) -> EvictionReport:
     if not dry_run:
         # Slurm is not asked: what has no lease is over.
         over = SweepFacts(there, SlurmClient(""), frozenset(node.leases.jobs()), dry_run)
-        for clean_up in load_all(SWEEP_IN_EACH_CACHE):
+        for clean_up in load_doors(SWEEP_IN_EACH_CACHE):
             clean_up(over)
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
@@ -293,7 +293,9 @@ def evict_command(
         try:
             done = evict_to_watermark(node, dry_run)
         except Failed as failed:
-            if quiet and failed.reason in UNMOUNTED:  # `status`, `check` and the metrics tell that
+            if (
+                quiet and failed.reason in UNMOUNTED_REASONS
+            ):  # `status`, `check` and the metrics tell that
                 ctx.exit(ExitStatus.UNMOUNTED)
             raise
     print_result(done, () if quiet and done.is_empty else format_output(done), as_json)

@@ -26,7 +26,7 @@ from forestage.events import (
     ReleaseOutcome,
     RequestOutcome,
     losses,
-    read,
+    read_events,
     read_user_events,
     saved,
 )
@@ -34,7 +34,7 @@ from forestage.events.ahead import UnusedCopies
 from forestage.events.losses import LostEvents
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
-from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_all
+from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_doors
 from forestage.paths import NodePaths
 from forestage.system.terminal import (
     NamedValues,
@@ -45,7 +45,7 @@ from forestage.system.terminal import (
     format_local_time,
     short_key,
 )
-from forestage.units import format_duration, format_rate, format_size, to_tenths
+from forestage.units import format_duration, format_rate, format_rough_duration, format_size
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT.
 STEP_NAMES = {0xFFFFFFFA: "interactive", 0xFFFFFFFB: "batch", 0xFFFFFFFC: "extern"}
@@ -116,7 +116,7 @@ def read_job_history(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
     except Failed as failed:
         problems = (str(failed),)
     lost = losses.find_loss(places.lost_events)
-    return make_job_history(job, read(places.events), lease, problems, lost=lost)
+    return make_job_history(job, read_events(places.events), lease, problems, lost=lost)
 
 
 def make_job_history(
@@ -353,7 +353,7 @@ def _load_feature_parts(
 ) -> list[ExplainPart]:
     """Return what features say of an outcome. Pure."""
     facts = ExplainFacts(hook, outcome, ahead or {})
-    return [explain_outcome(facts) for explain_outcome in load_all(EXPLAIN_EXPLAIN_OUTCOME)]
+    return [explain_outcome(facts) for explain_outcome in load_doors(EXPLAIN_EXPLAIN_OUTCOME)]
 
 
 def _list_feature_sentences(event: EventRecord, ahead: Mapping[str, CopyOutcome]) -> Iterator[str]:
@@ -383,7 +383,7 @@ def _explain_started(outcome: RequestOutcome) -> Iterator[str]:
 
 def _explain_staged(outcome: RequestOutcome) -> str:
     if outcome.result == "hit":
-        took = to_tenths(outcome.wait)
+        took = format_rough_duration(outcome.wait)
         return "hit: the cache had it" + (f" ({took})" if took else "")
     took = _format_tenths(outcome.wait)
     if outcome.result == "joined":
@@ -393,7 +393,7 @@ def _explain_staged(outcome: RequestOutcome) -> str:
 
 
 def _format_tenths(seconds: float) -> str:
-    return to_tenths(seconds) or "less than 0.1s"
+    return format_rough_duration(seconds) or "less than 0.1s"
 
 
 def _explain_copy(outcome: CopyOutcome) -> str:
@@ -473,7 +473,7 @@ def format_output(found: JobHistory, now: float) -> list[OutputBlock]:
     counted = saved.StartTracker()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
-        tenths = to_tenths(run.total)
+        tenths = format_rough_duration(run.total)
         took = f", {tenths}" if tenths else ""
         whose = f" of job {run.job}" if run.job else " of another job"
         whose = whose if run.job != found.job else ""
@@ -542,7 +542,11 @@ def _format_request(
     facts += [
         ("done" if not number else "", text) for number, text in enumerate(explained.sentences)
     ]
-    tenths = to_tenths(outcome.wait) if isinstance(outcome, RequestOutcome | CopyOutcome) else ""
+    tenths = (
+        format_rough_duration(outcome.wait)
+        if isinstance(outcome, RequestOutcome | CopyOutcome)
+        else ""
+    )
     if tenths and outcome.result not in WHOLE_RESULTS:
         facts.append(("took", tenths))
     if isinstance(outcome, RequestOutcome) and starts:
@@ -564,7 +568,7 @@ def _format_saving(outcome: RequestOutcome) -> str:
             " too, or read too little at full speed)"
         )
     against = f"reading it from its source takes this node {_format_tenths(outcome.baseline)}"
-    tenths = to_tenths(abs(found))
+    tenths = format_rough_duration(abs(found))
     if not tenths:
         return f"nothing worth naming ({against})"
     return f"nothing: it took {tenths} longer ({against})" if found < 0 else f"{tenths} ({against})"

@@ -80,7 +80,7 @@ def _load_core_command(module: str) -> "CommandsDoor":
 
 
 def _load_feature_command(name: str) -> "CommandsDoor":
-    return doors.load(name, doors.COMMANDS)
+    return doors.load_door(name, doors.COMMANDS)
 
 
 for heading, commands in CORE_COMMANDS.items():

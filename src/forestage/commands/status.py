@@ -26,7 +26,7 @@ from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import quote_field
 from forestage.features.contexts import StatusFacts, StatusPart
-from forestage.features.doors import STATUS_READ_STATUS, load_all
+from forestage.features.doors import STATUS_READ_STATUS, load_doors
 from forestage.system import mounts
 from forestage.system import terminal as screen
 from forestage.system.mounts import MountInfo
@@ -163,7 +163,7 @@ def read_node_status(node: Node, conf: str = "") -> NodeStatus:
         blocked=blocked,
         no_companion=calls.without if _should_load_companion(node, calls, conf) else "",
         through=tuple(spot.name for spot, _ in keeper.list_keepers(node.places.through)),
-        parts=tuple(read_status(facts) for read_status in load_all(STATUS_READ_STATUS)),
+        parts=tuple(read_status(facts) for read_status in load_doors(STATUS_READ_STATUS)),
     )
     if unusable:
         return found

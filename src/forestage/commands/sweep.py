@@ -44,11 +44,11 @@ from forestage.commands.unredirect import ROOT_USER, choose_bind_owner
 from forestage.commands.verify import EntryVerdict, VerifyOptions, VerifyProgress
 from forestage.commands.world import as_json, insert_after, print_result
 from forestage.config import directories
-from forestage.errors import UNMOUNTED, Failed, ForestageError, SlurmError
+from forestage.errors import UNMOUNTED_REASONS, Failed, ForestageError, SlurmError
 from forestage.events import EventRecord, losses, user_files
-from forestage.features import doors, having
+from forestage.features import doors, list_names_with_door
 from forestage.features.contexts import SweepFacts
-from forestage.features.doors import Door, load, load_all
+from forestage.features.doors import Door, load_door, load_doors
 from forestage.hooks import epilog
 from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient, find_end_reason
@@ -59,7 +59,7 @@ from forestage.system.terminal import OutputBlock, TextLine, format_count, short
 from forestage.views.through import remains
 
 if TYPE_CHECKING:
-    from forestage.features.doors import CleanUp
+    from forestage.features.doors import SweepFunction
 
 LOCK_PAUSE = 2 * lock.POLL  # seconds; a hook that polls for the lock gets it in between
 PROOF_INTERVAL = 7 * 86400.0  # seconds between two times that an entry is read
@@ -277,7 +277,7 @@ class _SweepRun:
                 added[field] = (*added.get(field, ()), *more)
         self.add(added=added)
 
-    def of_features(self, door: Door[CleanUp], node: Node | None = None) -> None:
+    def of_features(self, door: Door[SweepFunction], node: Node | None = None) -> None:
         """Has the features clean up in their turn; `node`: with another cache than today's.
 
         One that fails stops no other, nor the core.
@@ -287,12 +287,14 @@ class _SweepRun:
         facts = SweepFacts(there, self.slurm, staying, self.dry_run)
 
         def clean_up(name: str) -> None:
-            found = self.tried(lambda facts: load(name, door)(facts), facts) or {}
+            found = self.tried(lambda facts: load_door(name, door)(facts), facts) or {}
             self.add_found({field: more for field, more in found.items() if more})
 
         with contextlib.ExitStack() as stack:
             stack.push(self.keep)
-            epilog.run_parts([functools.partial(clean_up, name) for name in having(door.name)])
+            epilog.run_parts(
+                [functools.partial(clean_up, name) for name in list_names_with_door(door.name)]
+            )
 
     def keep(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Returns whether the sweep goes on before this error does: ^C ends it."""
@@ -374,7 +376,7 @@ class _SweepRun:
         try:
             return inventory.is_cache_made(node)
         except Failed as failed:
-            if failed.reason not in UNMOUNTED:
+            if failed.reason not in UNMOUNTED_REASONS:
                 raise
             self.add(unmounted=str(failed))
             return False
@@ -623,7 +625,7 @@ def make_document(done: SweepReport) -> dict[str, object]:
     """Return the document of `sweep --json`, which has each field of features. Pure."""
     own = msgspec.structs.asdict(done)
     del own["added"]
-    fields = [item for fields in load_all(doors.SWEEP_FIELDS) for item in fields().items()]
+    fields = [item for fields in load_doors(doors.SWEEP_FIELDS) for item in fields().items()]
     return insert_after(own, [(after, {name: done.added.get(name, ())}) for name, after in fields])
 
 
@@ -650,7 +652,7 @@ def format_output(done: SweepReport) -> list[OutputBlock]:
     healthy = sum(1 for one in done.verified if one.result == "ok")
     if healthy:
         lines.append(f"{format_count(healthy, 'entry', 'entries')} read and verified: healthy")
-    for added in load_all(doors.SWEEP_LINES):
+    for added in load_doors(doors.SWEEP_LINES):
         lines += added(done)
     if done.doubt:
         lines.append(f"No lease was released, Slurm gave no clear answer: {done.doubt}")

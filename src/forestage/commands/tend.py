@@ -28,12 +28,12 @@ from forestage.clock import Clock, Deadline
 from forestage.commands.world import ExitStatus, raise_signals_as_interrupt
 from forestage.errors import ConfigError, ForestageError
 from forestage.features.contexts import TendFacts
-from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_all
+from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_doors
 from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient
 from forestage.system import child, folders, lock, run
 from forestage.system.run import RunningProcess
-from forestage.units import printable
+from forestage.units import make_printable
 
 RUN_SECONDS = 48.0  # seconds: the next run begins a minute after this one did
 KILL_TIMEOUT = (
@@ -97,7 +97,7 @@ def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[TendPart]:
     if of_node:
         yield TendPart("room", ("evict", "--quiet"), 20.0)
     added: list[TendPart] = []
-    for each_minute in load_all(TEND_EACH_MINUTE):
+    for each_minute in load_doors(TEND_EACH_MINUTE):
         added += each_minute(facts)
     yield from sorted(added, key=lambda part: not part.limit)
     if of_node:
@@ -130,7 +130,7 @@ def run_due_parts(
                 continue
             process = _start_if_unlocked(part, file, clock.wall(), start)
         except (ForestageError, OSError) as error:  # the other parts need not fail for that
-            yield TendPartEnd(part.name, "failed", detail=printable(str(error)))
+            yield TendPartEnd(part.name, "failed", detail=make_printable(str(error)))
             continue
         if process is None:
             yield TendPartEnd(part.name, "left out")
@@ -235,7 +235,7 @@ def tend_command(ctx: click.Context) -> None:
         wrong = error
     is_apart = config is not None and any(
         works_for_others(config, SlurmClient.of(os.environ))
-        for works_for_others in load_all(TEND_WORKS_FOR_OTHERS)
+        for works_for_others in load_doors(TEND_WORKS_FOR_OTHERS)
     )
     is_apart = is_apart and not places.called("prolog").exists()
     is_doubted = bool(disk_errors.read_state(places).since)

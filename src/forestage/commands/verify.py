@@ -339,7 +339,7 @@ def _record_bad_entry(
         since=since,
         evicted=(verdict.key,) if verdict.evicted else (),
     )
-    log.say(f"{manner.by} {events.format_outcome(found)}", by_slurm=True)
+    log.write_log_line(f"{manner.by} {events.format_outcome(found)}", by_slurm=True)
     now = node.clock.wall()
     event = EventRecord(round(now, 3), manner.by, 0, found)
     with contextlib.suppress(OSError):  # root's event does not hang on what users are told

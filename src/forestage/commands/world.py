@@ -201,12 +201,12 @@ class LazyCommandGroup(click.Group):
 
 def choose_exit_status(error: Exception) -> ExitStatus:
     """Pure: the exit status for an expected error."""
-    from forestage.errors import UNMOUNTED, Declined, Failed
+    from forestage.errors import UNMOUNTED_REASONS, Declined, Failed
 
     if isinstance(error, PermissionError):
         return ExitStatus.PERMISSION
     if isinstance(error, Declined) and error.reason.startswith("cache-"):
-        return ExitStatus.UNMOUNTED if error.reason in UNMOUNTED else ExitStatus.CACHE
+        return ExitStatus.UNMOUNTED if error.reason in UNMOUNTED_REASONS else ExitStatus.CACHE
     if isinstance(error, Failed):
         return ExitStatus.FAILED
     if isinstance(error, ForestageError):

@@ -70,7 +70,8 @@ class PartitionKey(ConfigKey, frozen=True):
 class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
     """`peers:`, what nodes of a job get from each other. Sizes are bytes."""
 
-    # Decided by features/peers/activation.py alone; features.switched_on says whether to import it.
+    # Decided by features/peers/activation.py alone; features.list_switched_on says whether to
+    # import it.
     enabled: Annotated[
         bool | None,
         ConfigKey(

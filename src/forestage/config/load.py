@@ -22,7 +22,7 @@ from forestage.config.keys import GROUPS, KEYS, PARTITION_KEYS, Config, get_key_
 from forestage.config.memo import YamlCache
 from forestage.errors import ConfigError, ConfigProblem
 from forestage.paths import NodePaths
-from forestage.units import exact_size, quote
+from forestage.units import format_exact_size, quote_value
 
 MAX_FILE_SIZE = 1 << 20  # bytes; a configuration is not a data file
 MAX_DEPTH = 4  # the file, its partitions, one partition, a list of sources
@@ -204,7 +204,7 @@ def _read_text(path: Path) -> str:
             raise ValueError("group or others may write it, expected its owner only (chmod go-w)")
         content = file.read(MAX_FILE_SIZE + 1)
     if len(content) > MAX_FILE_SIZE:
-        raise ValueError(f"is larger than {exact_size(MAX_FILE_SIZE)}")
+        raise ValueError(f"is larger than {format_exact_size(MAX_FILE_SIZE)}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -267,7 +267,7 @@ def _list_repeated_keys(node: Any) -> Iterator[str]:
         line = key.start_mark.line + 1
         if key.value in first:
             earlier = first[key.value]
-            yield f"line {line}: {quote(key.value)} is given again, first in line {earlier}"
+            yield f"line {line}: {quote_value(key.value)} is given again, first in line {earlier}"
         first.setdefault(key.value, line)
         yield from _list_repeated_keys(value)
 
@@ -277,13 +277,13 @@ def _add_values(where: str, above: tuple[str, ...], raw: object, found: _ConfigD
     if raw is None:  # all below it is commented out
         return
     if not isinstance(raw, dict):
-        what = f"expected keys and values, got {quote(raw)}"
+        what = f"expected keys and values, got {quote_value(raw)}"
         found.problems.append(ConfigProblem(where, ".".join(above), what))
         return
     for key, value in raw.items():
         if not isinstance(key, str) or not key.isprintable():
             # YAML 1.1 takes no, on, 1 and the like for something else than names.
-            name = ".".join((*above, quote(key)))
+            name = ".".join((*above, quote_value(key)))
             found.problems.append(ConfigProblem(where, name, "expected a name in quotes"))
         elif above == ("partitions",) or (not above and key in ("partitions", *GROUPS)):
             _add_values(where, (*above, key), value, found)

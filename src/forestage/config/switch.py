@@ -27,7 +27,7 @@ from forestage.errors import Declined
 from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
 from forestage.system.files import open_descriptor
-from forestage.units import is_number, printable
+from forestage.units import is_number, make_printable
 
 MAX_REASON = 200  # bytes
 MAX_UNTIL = 32  # bytes of the line before it
@@ -68,7 +68,7 @@ def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChang
     Raises OSError where neither file can be written.
     """
     first = "" if until is None else f"{UNTIL}{int(until)}\n"
-    data = f"{first}{printable(reason)}\n".encode()
+    data = f"{first}{make_printable(reason)}\n".encode()
     was_there = os.path.lexists(places.disabled)
     failed: OSError | None = None
     try:
@@ -158,7 +158,7 @@ def _read_off_file(file: Path, now: float) -> str:
 
 
 def _format_reason(file: Path, reason: str) -> str:
-    reason = printable(reason.strip())
+    reason = make_printable(reason.strip())
     return f"{file}: {reason}" if reason else f"{file} is there"
 
 

@@ -13,13 +13,13 @@ import msgspec
 
 from forestage.units import (
     SizeOrShare,
-    exact_duration,
-    exact_size,
+    format_exact_duration,
+    format_exact_size,
     is_number,
     parse_duration,
     parse_share,
     parse_size,
-    quote,
+    quote_value,
 )
 
 MIN_CHUNK = 1 << 20  # bytes; a multiple of every disk's and file system's block
@@ -57,7 +57,7 @@ def parse_address(text: str, port: int) -> ServiceAddress:
     if text.startswith("["):
         host, bracket, after = text[1:].partition("]")
         if not bracket or after[:1] not in ("", ":"):
-            raise ValueError(f"expected an address such as [::1]:7717, got {quote(text)}")
+            raise ValueError(f"expected an address such as [::1]:7717, got {quote_value(text)}")
     elif text.count(":") == 1:
         host, _, after = text.partition(":")
         after = f":{after}"
@@ -65,9 +65,9 @@ def parse_address(text: str, port: int) -> ServiceAddress:
         digits = after[1:]
         port = int(digits) if is_number(digits) else 0
         if not 0 < port < 65536:
-            raise ValueError(f"expected a port from 1 to 65535, got {quote(digits)}")
+            raise ValueError(f"expected a port from 1 to 65535, got {quote_value(digits)}")
     if not host:
-        raise ValueError(f"expected a host's name or address, got {quote(text)}")
+        raise ValueError(f"expected a host's name or address, got {quote_value(text)}")
     return ServiceAddress(host, port)
 
 
@@ -77,22 +77,22 @@ def _return_unchanged(raw: Any) -> Any:
 
 def _parse_path(raw: object) -> str:
     if not isinstance(raw, str) or not raw.startswith("/"):
-        raise ValueError(f"expected an absolute path, got {quote(raw)}")
+        raise ValueError(f"expected an absolute path, got {quote_value(raw)}")
     if not raw.isprintable():
-        raise ValueError(f"expected a path without control characters, got {quote(raw)}")
+        raise ValueError(f"expected a path without control characters, got {quote_value(raw)}")
     # POSIX gives a leading // a meaning of its own, so normpath leaves it alone.
     normal = os.path.normpath(raw).replace("//", "/")
     if normal == "/":
-        raise ValueError(f"expected a path below /, got {quote(raw)}")
+        raise ValueError(f"expected a path below /, got {quote_value(raw)}")
     # Paths are compared as text later on: /a/../b or /a//b would never match, or too much.
     if normal != raw:
-        raise ValueError(f"expected {quote(normal)}, got {quote(raw)}")
+        raise ValueError(f"expected {quote_value(normal)}, got {quote_value(raw)}")
     return raw
 
 
 def _parse_paths(raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list):
-        raise ValueError(f"expected a list of paths such as [/lustre], got {quote(raw)}")
+        raise ValueError(f"expected a list of paths such as [/lustre], got {quote_value(raw)}")
     return tuple(_parse_path(entry) for entry in raw)
 
 
@@ -101,13 +101,13 @@ def _parse_cache_path(raw: object) -> str:
     for private in ("/tmp", "/dev/shm"):  # noqa: S108 - named to be refused
         # job_container/tmpfs gives each job its own; what a hook puts there no job sees.
         if f"{path}/".startswith(f"{private}/"):
-            raise ValueError(f"expected a directory outside {private}, got {quote(raw)}")
+            raise ValueError(f"expected a directory outside {private}, got {quote_value(raw)}")
     return path
 
 
 def _parse_address_pattern(raw: object) -> str:
     if not isinstance(raw, str) or not raw.isprintable() or "{node}" not in raw:
-        raise ValueError(f"expected an address with {{node}} in it, got {quote(raw)}")
+        raise ValueError(f"expected an address with {{node}} in it, got {quote_value(raw)}")
     parse_address(raw.replace("{node}", "n"), 1)
     return raw
 
@@ -115,20 +115,22 @@ def _parse_address_pattern(raw: object) -> str:
 def _parse_host(raw: object) -> str:
     name = raw.partition(":")[0] if isinstance(raw, str) else ""
     if not isinstance(raw, str) or not re.fullmatch(_NAME, name, re.ASCII):
-        raise ValueError(f"expected a node's or a host's name, got {quote(raw)}")
+        raise ValueError(f"expected a node's or a host's name, got {quote_value(raw)}")
     parse_address(raw, 1)
     return raw
 
 
 def _parse_user_mounts(raw: object) -> Mapping[str, str]:
     if not isinstance(raw, dict):
-        raise ValueError(f"expected mount points, each with a type and a uid, got {quote(raw)}")
+        raise ValueError(
+            f"expected mount points, each with a type and a uid, got {quote_value(raw)}"
+        )
     for point, mount in raw.items():
         _parse_path(point)
         # As mountinfo has it; what root has mounted needs no word here.
         if not isinstance(mount, str) or not re.fullmatch(_FUSE, mount):
             raise ValueError(
-                f"expected a type and a uid such as fuse.juicefs 994, got {quote(mount)}"
+                f"expected a type and a uid such as fuse.juicefs 994, got {quote_value(mount)}"
             )
     return raw
 
@@ -155,7 +157,7 @@ def _restrict_notation(
     def limited(raw: object) -> Any:
         value = read(raw)
         if not fits(value):
-            raise ValueError(f"expected {words}, got {quote(raw)}")
+            raise ValueError(f"expected {words}, got {quote_value(raw)}")
         return value
 
     return ValueNotation(limited, show)
@@ -189,14 +191,14 @@ FLAG = _restrict_notation(
     "true or false",
 )
 UP_TO_64 = make_integer_notation(1, 64)
-LIMIT = _restrict_notation(parse_size, exact_size, lambda size: size, "a size above 0")
+LIMIT = _restrict_notation(parse_size, format_exact_size, lambda size: size, "a size above 0")
 CHUNK = _restrict_notation(
     parse_size,
-    exact_size,
+    format_exact_size,
     lambda size: size in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK),
-    f"a multiple of {exact_size(MIN_CHUNK)} up to {exact_size(MAX_CHUNK)}",
+    f"a multiple of {format_exact_size(MIN_CHUNK)} up to {format_exact_size(MAX_CHUNK)}",
 )
-DURATION = ValueNotation(parse_duration, exact_duration)
+DURATION = ValueNotation(parse_duration, format_exact_duration)
 AMOUNT = ValueNotation(SizeOrShare.parse, str)
 CAPACITY = _restrict_notation(
     SizeOrShare.parse, str, lambda amount: amount.size or amount.share, "more than nothing"

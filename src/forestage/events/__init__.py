@@ -22,7 +22,7 @@ from forestage.events.log import format_outcome as format_outcome
 from forestage.events.log import format_summary as format_summary
 from forestage.events.log import make_job_event as make_job_event
 from forestage.events.log import quote_field as quote_field
-from forestage.events.log import read as read
+from forestage.events.log import read_events as read_events
 from forestage.events.log import read_latest_events as read_latest_events
 from forestage.events.log import read_new_events as read_new_events
 from forestage.events.log import read_user_events as read_user_events

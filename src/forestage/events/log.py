@@ -19,7 +19,7 @@ from forestage.slurm.hints import RequestOrigin
 from forestage.slurm.job import Job
 from forestage.system import folders
 from forestage.system.files import add_path_to_errors, open_descriptor
-from forestage.units import printable
+from forestage.units import make_printable
 
 OutcomeResult = Literal[
     "hit", "joined", "copied", "started", "through", "declined", "failed", "released", "bad"
@@ -204,7 +204,7 @@ def _field_value(outcome: Outcome, name: str) -> object:
 
 def quote_field(value: object) -> str:
     """Returns a value of the log line, in quotes where it would not be one word. Pure."""
-    text = printable(str(value))
+    text = make_printable(str(value))
     if not any(char in text for char in ' ="\\'):
         return text
     # A user's path must not be able to end the quotes and go on with fields of its own.
@@ -323,7 +323,7 @@ def read_user_events(places: NodePaths, uid: int) -> Iterator[EventRecord]:
     )
 
 
-def read(file: Path) -> Iterator[EventRecord]:
+def read_events(file: Path) -> Iterator[EventRecord]:
     """Yields every event that can be decoded, oldest first."""
     for handle in _open_logs(file):
         yield from (event for event in decode_lines(handle) if event)

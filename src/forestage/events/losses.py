@@ -11,7 +11,7 @@ import msgspec
 
 from forestage.events.log import EventRecord, ReleaseOutcome
 from forestage.system import records
-from forestage.units import printable
+from forestage.units import make_printable
 
 
 class LostEvents(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ def record_loss(file: Path, now: float, error: OSError) -> None:
     with contextlib.suppress(OSError):  # /run may be full as well
         before = records.find(file, LostEvents)
         since = min(before.since, now) if before else now
-        lost = LostEvents(round(since, 3), round(now, 3), printable(str(error)))
+        lost = LostEvents(round(since, 3), round(now, 3), make_printable(str(error)))
         records.write(file, msgspec.json.encode(lost))
 
 

@@ -97,11 +97,11 @@ REASONS = {
 def collect_reasons() -> dict[str, str]:
     """Return each reason that this release knows, also those of features, with its sentence."""
     found = dict(REASONS)
-    for reasons in doors.load_all(doors.REASONS):
+    for reasons in doors.load_doors(doors.REASONS):
         found |= reasons.REASONS
     return found
 
 
 def collect_failures() -> frozenset[str]:
     """Return those of them that are of a `Failed`."""
-    return FAILURES.union(*(reasons.FAILURES for reasons in doors.load_all(doors.REASONS)))
+    return FAILURES.union(*(reasons.FAILURES for reasons in doors.load_doors(doors.REASONS)))

@@ -7,7 +7,7 @@ says how it is measured (`What it saved`).
 import msgspec
 
 from forestage.events.log import WHOLE_RESULTS, Outcome, RequestOutcome
-from forestage.units import to_tenths
+from forestage.units import format_rough_duration
 
 LOCAL_REDIRECTS = ("mounted", "kept", "spank")  # redirects by which the start reads the copy
 MAX_JOBS = 10_000  # jobs whose first step repeats their Prolog's start; a node has some hundreds
@@ -65,5 +65,5 @@ def format_saving(outcome: RequestOutcome) -> str:
     if found is None:
         return "what that saves is not known"
     word = "saves" if found >= 0 else "costs"
-    about = to_tenths(float(f"{abs(found):.2g}"))
+    about = format_rough_duration(float(f"{abs(found):.2g}"))
     return f"which {word} about {about}" if about else "as fast as from its source"

@@ -302,18 +302,18 @@ FEATURES = (
 )
 
 
-def having(door: str, features: "Iterable[Feature] | None" = None) -> list[str]:
+def list_names_with_door(door: str, features: "Iterable[Feature] | None" = None) -> list[str]:
     """Return the names of those of these features, or of all, that have this door."""
     return [one.name for one in (FEATURES if features is None else features) if door in one.doors]
 
 
-def asked_for(words: "Iterable[str]") -> list[Feature]:
+def list_requested_features(words: "Iterable[str]") -> list[Feature]:
     """Return the features that a job asks, by one of these kinds or raw words."""
     asked = set(words)
     return [one for one in FEATURES if not asked.isdisjoint((*one.kinds, *one.raw_words))]
 
 
-def with_work(job: int, run: str) -> list[Feature]:
+def list_with_job_marks(job: int, run: str) -> list[Feature]:
     """Return the features beside the core that have a mark of the job below `run`."""
     return [
         one
@@ -322,7 +322,7 @@ def with_work(job: int, run: str) -> list[Feature]:
     ]
 
 
-def switched_on(door: str, config: object, run: str) -> list[Feature]:
+def list_switched_on(door: str, config: object, run: str) -> list[Feature]:
     """Return the features with this door that may be on, as the configuration and signs say it."""
     found = []
     for one in FEATURES:

@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from forestage.features import Feature, having
+from forestage.features import Feature, list_names_with_door
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
         def close(self) -> None: ...
 
     # What a sweep calls returns what it adds to fields of the report.
-    CleanUp = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
+    SweepFunction = Callable[[SweepFacts], Mapping[str, tuple[object, ...]]]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -120,11 +120,11 @@ ENGINE_UPLOADED: Door[Callable[[CopyTask], int]] = Door("engine.uploaded")
 # configured before; what is wrong in the cache, once there is room; what nodes share, and may hang;
 # what Slurm is asked once a day. Then the fields that a feature adds to the report, each with that
 # of the core after which it comes; and what `forestage sweep` prints of all that.
-SWEEP_WITHOUT_CACHE: Door[CleanUp] = Door("sweep.without_cache")
-SWEEP_IN_EACH_CACHE: Door[CleanUp] = Door("sweep.in_each_cache")
-SWEEP_WITH_CACHE: Door[CleanUp] = Door("sweep.with_cache")
-SWEEP_AFTERWARDS: Door[CleanUp] = Door("sweep.afterwards")
-SWEEP_ASK_SLURM: Door[CleanUp] = Door("sweep.ask_slurm")
+SWEEP_WITHOUT_CACHE: Door[SweepFunction] = Door("sweep.without_cache")
+SWEEP_IN_EACH_CACHE: Door[SweepFunction] = Door("sweep.in_each_cache")
+SWEEP_WITH_CACHE: Door[SweepFunction] = Door("sweep.with_cache")
+SWEEP_AFTERWARDS: Door[SweepFunction] = Door("sweep.afterwards")
+SWEEP_ASK_SLURM: Door[SweepFunction] = Door("sweep.ask_slurm")
 SWEEP_FIELDS: Door[Callable[[], Mapping[str, str]]] = Door("sweep.fields")
 SWEEP_LINES: Door[Callable[[SweepReport], list[str]]] = Door("sweep.lines")
 
@@ -172,7 +172,7 @@ ASKED_NODE_ASK_NODE: Door[Callable[[Config, NodePaths, str, str, str], NodeClien
 )
 
 
-def load(name: str, door: Door[T]) -> T:
+def load_door(name: str, door: Door[T]) -> T:
     """Import a feature's door: its module, or a function of that. The table says what is there."""
     file, _, function = door.name.partition(".")
     module: Any = importlib.import_module(f"forestage.features.{name}.{file}")
@@ -180,17 +180,17 @@ def load(name: str, door: Door[T]) -> T:
     return found
 
 
-def load_all(door: Door[T], features: Iterable[Feature] | None = None) -> Iterator[T]:
+def load_doors(door: Door[T], features: Iterable[Feature] | None = None) -> Iterator[T]:
     """Import a door of each of these features that has it; of all, in the table's order."""
-    return (load(name, door) for name in having(door.name, features))
+    return (load_door(name, door) for name in list_names_with_door(door.name, features))
 
 
-def calls(
+def make_door_calls(
     door: Door[Callable[P, R]], features: Iterable[Feature], *facts: P.args, **more: P.kwargs
 ) -> list[Callable[[], R]]:
     """Return a call of a door for each of these features that has it, which also imports it."""
 
     def call(name: str) -> R:
-        return load(name, door)(*facts, **more)
+        return load_door(name, door)(*facts, **more)
 
-    return [functools.partial(call, name) for name in having(door.name, features)]
+    return [functools.partial(call, name) for name in list_names_with_door(door.name, features)]

@@ -13,7 +13,7 @@ import msgspec
 from forestage.cache import baseline
 from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
-from forestage.errors import Declined, Failed, of_node
+from forestage.errors import Declined, Failed, classify_node_error
 from forestage.events import UNSERVED_RESULTS, WHOLE_RESULTS, OutcomeResult, RequestOutcome
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -25,7 +25,7 @@ from forestage.slurm.lines import (
     RESULT,
     has_control_characters,
 )
-from forestage.units import printable
+from forestage.units import make_printable
 
 RESULTS_BEST_FIRST = (*WHOLE_RESULTS, "through", "started", *UNSERVED_RESULTS)
 MAX_LOCAL_BYTES = MAX_LINE // 2  # bytes
@@ -52,7 +52,7 @@ def make_served_result(
     request: Request, found: SourceImage, result: OutcomeResult, shown: str
 ) -> RequestResult:
     outcome = RequestOutcome(
-        result, request=printable(request.path), via=request.via, redirect=shown
+        result, request=make_printable(request.path), via=request.via, redirect=shown
     )
     return RequestResult(_with_image(outcome, found), found)
 
@@ -62,13 +62,13 @@ def make_error_outcome(
 ) -> RequestOutcome:
     """Pure: the outcome of a request that was not served."""
     if not isinstance(error, Declined):
-        error = of_node(error)
+        error = classify_node_error(error)
     outcome = RequestOutcome(
         result="failed" if isinstance(error, Failed) else "declined",
-        request=printable(request.path),
+        request=make_printable(request.path),
         via=request.via,
         reason=error.reason,
-        detail=printable(str(error)),
+        detail=make_printable(str(error)),
     )
     return _with_image(outcome, found) if found else outcome
 

@@ -50,10 +50,10 @@ def main(name: HookKind) -> NoReturn:
     # A hook lives for a tenth of a second and leaves nothing to clean up: collecting garbage and
     # taking the interpreter apart cost a warm hit 14 ms of 100.
     gc.disable()
-    os._exit(_main(name))
+    os._exit(_run_to_exit_status(name))
 
 
-def _main(name: HookKind, root: str = "") -> int:
+def _run_to_exit_status(name: HookKind, root: str = "") -> int:
     """`root` is above the paths of the node; a test has one of its own."""
     run = f"{root}/run/forestage"
     hook = HookRun(name, os.environ, time.monotonic())
@@ -370,7 +370,7 @@ class HookRun:
         """The hook's line in the log."""
         of_step = f"step={self.environ.get('SLURM_STEP_ID', '?')[:20]} " * (self.name == "step")
         line = f"{self.name} job={self.environ.get('SLURM_JOB_ID', '?')[:20]} {of_step}{text}"
-        log.say(line, by_slurm="SLURM_SCRIPT_CONTEXT" in self.environ)
+        log.write_log_line(line, by_slurm="SLURM_SCRIPT_CONTEXT" in self.environ)
 
     def answer(self, *fields: str) -> None:
         """The companion's answer, if it waits for one and has none yet."""

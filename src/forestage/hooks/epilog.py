@@ -33,9 +33,9 @@ from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node, configured_root
 from forestage.clock import Clock
 from forestage.config import Config
-from forestage.errors import Declined, Failed, of_node
+from forestage.errors import Declined, Failed, classify_node_error
 from forestage.events import ReleaseOutcome
-from forestage.features import FEATURES, Feature, with_work
+from forestage.features import FEATURES, Feature, list_with_job_marks
 from forestage.hooks.watch import NO_HOOK_PIPE, HookPipe
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
@@ -43,7 +43,7 @@ from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import lock, mounts
 from forestage.system.mounts import MountInfo
 from forestage.system.probe import HangReport
-from forestage.units import printable
+from forestage.units import make_printable
 
 OTHER_JOB_TEXT = "the number is another job's by now"  # nothing of that is released
 HUNG_DISK_LOCK_TIMEOUT = 1.0  # seconds for the space lock while the disk hangs
@@ -98,12 +98,12 @@ def run_epilog(
         return report(ReleaseOutcome("released", detail=OTHER_JOB_TEXT))
     end = EpilogFacts(job, lease, leases, places, clock, patience)
     # Before anything is dropped: the marks go with the lease. Without one nothing is known.
-    features = with_work(job.id, str(places.run)) if lease else FEATURES
+    features = list_with_job_marks(job.id, str(places.run)) if lease else FEATURES
     before: list[Callable[[], None]] = []
     if features:  # none, of a job with only images
-        from forestage.features.doors import EPILOG_BEFORE_LEASE_DROP, calls
+        from forestage.features.doors import EPILOG_BEFORE_LEASE_DROP, make_door_calls
 
-        before = calls(EPILOG_BEFORE_LEASE_DROP, features, end)
+        before = make_door_calls(EPILOG_BEFORE_LEASE_DROP, features, end)
 
     def release() -> None:
         if damage and config is None:
@@ -167,9 +167,9 @@ def _release_job(
         return report(ReleaseOutcome("released", detail=str(later)))
     after: list[Callable[[], None]] = []
     if features:
-        from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, calls
+        from forestage.features.doors import EPILOG_AFTER_LEASE_DROP, make_door_calls
 
-        after = calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
+        after = make_door_calls(EPILOG_AFTER_LEASE_DROP, features, end, cache)
     room_of = config if is_its_disk else None
     return run_parts([*after, lambda: report(_evict_after_job(end, cache, room_of, done))])
 
@@ -209,7 +209,7 @@ def is_lease_of_other_job(lease: Lease, job: Job) -> bool:
 
 
 def _make_failed_outcome(error: Failed | OSError) -> ReleaseOutcome:
-    failed = error if isinstance(error, Failed) else of_node(error)
+    failed = error if isinstance(error, Failed) else classify_node_error(error)
     return ReleaseOutcome(result="failed", reason=failed.reason, detail=str(failed))
 
 
@@ -239,7 +239,7 @@ def _drop_lease_and_unmount(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
                     )
         except unmount.UnmountError as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
-            detail = printable(_format_stuck_redirects(stays.stuck, lease))
+            detail = make_printable(_format_stuck_redirects(stays.stuck, lease))
             done = ReleaseOutcome(
                 "released", unmounted=stays.off, reason=stays.reason, detail=detail
             )

@@ -19,7 +19,7 @@ from forestage.slurm.job import Job
 from forestage.slurm.timeouts import HookTimeLimits
 from forestage.sources import opening
 from forestage.system import as_user
-from forestage.units import printable
+from forestage.units import make_printable
 
 HINT_REMEDIES = {
     "missing": "it has to be there when the job starts",
@@ -46,7 +46,7 @@ def make_bad_hint_outcomes(job: Job) -> list[RequestOutcome]:
     """Pure: the outcome of a job that names no image, but has hints with problems."""
     if not job.hints.problems:
         return []
-    detail = printable("; ".join(job.hints.problems))
+    detail = make_printable("; ".join(job.hints.problems))
     return [RequestOutcome(result="declined", reason="bad-hint", detail=detail)]
 
 
@@ -161,7 +161,7 @@ def record_hint_problems(node: Node, job: Job, outcomes: Sequence[Outcome]) -> N
     lines += _list_unserved_messages(job, outcomes)
     if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
         return
-    say = tuple(printable(line) for line in lines[:MAX_PROBLEMS])
+    say = tuple(make_printable(line) for line in lines[:MAX_PROBLEMS])
     with contextlib.suppress(ForestageError, OSError):
         leases.save_job_notes(node, job, leases.SHORT_LOCK_TIMEOUT, to_steps=True, say=say)
 

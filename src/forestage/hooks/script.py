@@ -24,7 +24,7 @@ from forestage.config import (
     switch,
 )
 from forestage.errors import ConfigError, Declined, Failed
-from forestage.features import asked_for
+from forestage.features import list_requested_features
 from forestage.hooks import background
 from forestage.hooks.boundary import HookRun, update_nodelist, write_companion_line
 from forestage.paths import NodePaths
@@ -33,7 +33,7 @@ from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
 from forestage.slurm.lines import STEP_TIMEOUT, LineFields, has_control_characters
 from forestage.slurm.slurm_conf import SlurmConf
-from forestage.units import printable
+from forestage.units import make_printable
 
 if TYPE_CHECKING:
     from forestage.events import Outcome, ReleaseOutcome, RequestOutcome
@@ -109,9 +109,9 @@ def _run_prolog(
         )
     outcomes: list[Outcome] = [answer.outcome for answer in answers]
     if features:
-        from forestage.features.doors import PROLOG_AFTER_LEASE, load_all
+        from forestage.features.doors import PROLOG_AFTER_LEASE, load_doors
 
-        for serve in load_all(PROLOG_AFTER_LEASE, features):
+        for serve in load_doors(PROLOG_AFTER_LEASE, features):
             outcomes += serve(_make_after_lease_facts(nodes[0], job, limit, refusal))
     if (refusal is None or job.hints.tell) and places.loaded.exists():
         from forestage.hooks import user_messages
@@ -124,9 +124,9 @@ def _run_prolog(
 
 def _call_before_lease(hook: HookRun, node: Node, job: Job, features: Sequence[Feature]) -> Job:
     """Return the job without what these features serve before the core does."""
-    from forestage.features.doors import PROLOG_BEFORE_LEASE, load_all
+    from forestage.features.doors import PROLOG_BEFORE_LEASE, load_doors
 
-    for begin in load_all(PROLOG_BEFORE_LEASE, features):
+    for begin in load_doors(PROLOG_BEFORE_LEASE, features):
         job = begin(_make_before_lease_facts(hook, node, job))
     return job
 
@@ -166,14 +166,16 @@ def _run_step(
     later: LineFields = ()
     features = _list_features_for_job(job, has_data=False)
     if features and refusal is None:
-        from forestage.features.doors import STEP_BEFORE_LEASE, load_all
+        from forestage.features.doors import STEP_BEFORE_LEASE, load_doors
 
-        for begin in load_all(STEP_BEFORE_LEASE, features):
+        for begin in load_doors(STEP_BEFORE_LEASE, features):
             job, answer = begin(_make_before_lease_facts(hook, nodes[0], job))
             later = later or answer
     # Whatever bytes the name of the user's file has.
     say = user_messages.JobMessageWriter(
-        nodes[0], job, lambda text: write_companion_line("say", f"forestage: {printable(text)}")
+        nodes[0],
+        job,
+        lambda text: write_companion_line("say", f"forestage: {make_printable(text)}"),
     )
     user_messages.write_hint_problems(nodes[0], job, say)
     # Once, as in the Prolog.
@@ -190,9 +192,9 @@ def _run_step(
     # Of a lease that cannot be read a refusal says so already.
     has_data = nodes[0].leases.has_data(job.id, job.user.uid)
     if features := _list_features_for_job(job, has_data):
-        from forestage.features.doors import STEP_AFTER_LEASE, load_all
+        from forestage.features.doors import STEP_AFTER_LEASE, load_doors
 
-        for show in load_all(STEP_AFTER_LEASE, features):
+        for show in load_doors(STEP_AFTER_LEASE, features):
             part = show(_make_after_lease_facts(nodes[0], job, limit, refusal))
             _write_feature_lines(hook, part.lines)
             data, local = [*data, *part.outcomes], (*local, *part.local)
@@ -210,7 +212,7 @@ def _list_features_for_job(job: Job, has_data: bool) -> list[Feature]:
     """Pure: the features that serve what the job asks for besides images by their paths."""
     kinds = {"reference": job.reference is not None, "data": has_data}
     asked = [kind for kind, is_asked in kinds.items() if is_asked]
-    return asked_for([*asked, *(word for word, _ in job.hints.words)])
+    return list_requested_features([*asked, *(word for word, _ in job.hints.words)])
 
 
 def _make_before_lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLeaseFacts:

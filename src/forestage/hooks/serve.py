@@ -23,7 +23,7 @@ from forestage.cache.image import SourceImage
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError, of_disk
+from forestage.errors import Declined, Failed, ForestageError, classify_disk_error
 from forestage.events import UNSERVED_RESULTS, OutcomeResult
 from forestage.hooks import bare_name, leases
 from forestage.hooks.answers import (
@@ -41,7 +41,7 @@ from forestage.slurm.lines import has_control_characters
 from forestage.sources.file import FileSourceFinder
 from forestage.sources.source import OpenImage, SourceFinder
 from forestage.stage import wait
-from forestage.units import printable
+from forestage.units import make_printable
 
 if TYPE_CHECKING:
     from forestage.system.holder import StartChannel
@@ -271,7 +271,7 @@ def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResu
         # (cache/readers.remove_map_files).
         if node.cache.find(found):
             return None
-        return started.saying(reason=why.reason, detail=printable(str(why)))
+        return started.saying(reason=why.reason, detail=make_printable(str(why)))
     result: OutcomeResult = "started" if job.step is None else "through"
     answer = make_served_result(begun.request, found, result, "spank")
     return msgspec.structs.replace(answer, socket=socket)
@@ -323,7 +323,7 @@ def _find_refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) 
     except Declined as declined:
         return declined
     except OSError as error:
-        return of_disk(error)
+        return classify_disk_error(error)
     return None
 
 

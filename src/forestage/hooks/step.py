@@ -17,7 +17,7 @@ from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.step_record import RecordedImage
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError, of_node
+from forestage.errors import Declined, Failed, ForestageError, classify_node_error
 from forestage.events import RequestOutcome
 from forestage.hooks import leases, serve, user_messages
 from forestage.hooks.answers import RequestResult, with_baseline
@@ -170,7 +170,7 @@ def with_prolog_notes(
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:
-        return job, refusal or of_node(error)
+        return job, refusal or classify_node_error(error)
     if lease is None:
         return job, refusal
     noted = {"off": said.off, "wait": said.wait, "tell": said.tell, "problems": said.say}

@@ -14,7 +14,7 @@ from forestage.hooks import leases
 from forestage.slurm import nodelist
 from forestage.slurm.job import Job
 from forestage.system import lock
-from forestage.units import to_tenths
+from forestage.units import format_rough_duration
 
 FIRST_MESSAGE_AFTER = 5.0  # seconds that a step waits before its user reads why
 REPEAT_MESSAGE_AFTER = 30.0  # seconds until they read it once more
@@ -206,7 +206,7 @@ def _format_served(outcome: RequestOutcome, waited: float) -> str:
         "through": "this node's copy while it is made",
     }
     where = copy.get(outcome.result, "this node's copy")
-    took, before = to_tenths(outcome.wait), to_tenths(waited)
+    took, before = format_rough_duration(outcome.wait), format_rough_duration(waited)
     said = outcome.result + (f", the step waited {took}" if took else "")
     said += f", the job's start {before}" if before else ""
     whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)

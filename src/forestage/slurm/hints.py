@@ -29,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from forestage.features import FEATURES
-from forestage.units import is_utf8, parse_duration, parse_size, printable, quote
+from forestage.units import is_utf8, make_printable, parse_duration, parse_size, quote_value
 
 MAX_HINTED = 16
 """Images read from one comment, and as many data; more are reported. A hook's time is short."""
@@ -207,7 +207,7 @@ class _HintParser:
         if name not in RAW:
             self.settings |= _parse_setting(name, value, self.rank)
         elif not is_utf8(value):  # it is noted for the job's steps, as JSON
-            raise ValueError(f"{quote(value)} is not UTF-8")
+            raise ValueError(f"{quote_value(value)} is not UTF-8")
         elif len(self.words) == MAX_HINTED:
             raise ValueError(f"is the word after {MAX_HINTED}, which are read")
         else:
@@ -232,7 +232,7 @@ def parse_hints(comment: str, rank: NodeIndex = UNKNOWN_NODE_INDEX, option: str 
             problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED} are read")
     return JobHints(
         wanted=(*images[:MAX_HINTED], *data[:MAX_HINTED]),
-        problems=tuple(printable(problem) for problem in problems[:MAX_PROBLEMS]),
+        problems=tuple(make_printable(problem) for problem in problems[:MAX_PROBLEMS]),
         options=options,
         ignored=ignored,
         words=tuple(reading.words),
@@ -274,13 +274,13 @@ def _parse_setting(name: str, value: str, rank: NodeIndex) -> dict[str, object]:
         return {"wait": parse_duration(value)}
     if name == "stage-tell":
         if value not in ("yes", "no"):
-            raise ValueError(f"expected yes or no, got {quote(value)}")
+            raise ValueError(f"expected yes or no, got {quote_value(value)}")
         return {"tell": value == "yes"}
     if name == "stage-list":
         return {"listed": _parse_path(value, rank)}
     size, comma, where = value.partition(",")
     if comma and where != "ram":
-        raise ValueError(f"expected SIZE or SIZE,ram, got {quote(value)}")
+        raise ValueError(f"expected SIZE or SIZE,ram, got {quote_value(value)}")
     return {"room": parse_size(size), "ram": bool(comma)}
 
 
@@ -300,7 +300,9 @@ def parse_requests(parts: Sequence[str], rank: NodeIndex, problems: list[str]) -
 def _parse_request(part: str, rank: NodeIndex, plain: bool = False) -> Request:
     """Pure: what one path asks for; `plain`: it has no escapes. Raises ValueError."""
     if part.startswith(("~", "$", '"', "'")):
-        raise ValueError(f"{quote(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}")
+        raise ValueError(
+            f"{quote_value(part)}: ~, $HOME and quotes mean nothing here, write {ABSOLUTE}"
+        )
     path, at = _split_destination(part)
     path = _fill_placeholders(path, rank, plain) if "{" in path else path
     request = (
@@ -310,7 +312,7 @@ def _parse_request(part: str, rank: NodeIndex, plain: bool = False) -> Request:
     )
     # Data is noted for the job's steps, as JSON, which takes no other.
     if request.is_data and not is_utf8(request.path + request.at):
-        raise ValueError(f"{quote(part)} is not UTF-8")
+        raise ValueError(f"{quote_value(part)} is not UTF-8")
     return request
 
 

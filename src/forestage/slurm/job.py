@@ -13,7 +13,7 @@ from forestage.slurm import lines
 from forestage.slurm.hints import UNKNOWN_NODE_INDEX, JobHints, NodeIndex, Request, parse_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
-from forestage.units import is_number, printable, quote
+from forestage.units import is_number, make_printable, quote_value
 
 # Slurm renames each character of `pyxis` and `container-image` that is not alphanumeric to `_`.
 _OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -101,7 +101,7 @@ class Job(msgspec.Struct, frozen=True):
             user=_parse_user(environ),
             node=node,
             # A step's is the user's, and goes into events as it is.
-            partition=printable(environ.get("SLURM_JOB_PARTITION", "")),
+            partition=make_printable(environ.get("SLURM_JOB_PARTITION", "")),
             work_dir=environ.get("SLURM_JOB_WORK_DIR", ""),
             requests=from_option + hinted,
             saves=environ.get(SAVE_OPTION) or None,
@@ -158,5 +158,7 @@ def _find_node_index(listed: str, own: str) -> NodeIndex:
 def _parse_number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name, "")
     if not is_number(value):
-        raise JobError(f"{name} is {quote(value)}, expected a number", "is this run by slurmd?")
+        raise JobError(
+            f"{name} is {quote_value(value)}, expected a number", "is this run by slurmd?"
+        )
     return int(value)

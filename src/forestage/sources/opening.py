@@ -59,7 +59,7 @@ def open_as_user(
     def work() -> as_user.ChildResult[PathFacts]:
         is_private = is_covered = False
         for _ in range(OPEN_TRIES):
-            trace.point("looking")
+            trace.reach_point("looking")
             try:
                 with as_user.with_effective_user(user):
                     found, fds = _open_and_inspect(path, tuple(sources), caches, services or {})

@@ -26,7 +26,7 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.system import as_user, files, writers
 from forestage.system.as_user import User
-from forestage.units import printable
+from forestage.units import make_printable
 
 STAGER_TIMEOUT = 60.0  # seconds; nobody waits for the stager's own checks
 
@@ -189,7 +189,7 @@ def check_no_writer_below(fd: int, path: str) -> None:
     if not proven:
         found = writers.find_open_for_writing(path, writers.SCAN)
         if found:
-            raise declined_as_written(printable(found))
+            raise declined_as_written(make_printable(found))
 
 
 def declined_as_written(path: str) -> Declined:

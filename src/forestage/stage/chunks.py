@@ -383,7 +383,7 @@ class ChunkCopy:
         """From now on the chunk is in."""
         os.pwrite(self.map, found, number * ENTRY_BYTES)
         self._has(number)
-        trace.point("chunk")
+        trace.reach_point("chunk")
 
     def _has(self, number: int) -> None:
         """Tells the readers that the bytes of a chunk are right."""

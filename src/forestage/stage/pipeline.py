@@ -20,7 +20,7 @@ from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_c
 from forestage.cache.readers import ArrivalMap
 from forestage.config import Config
 from forestage.errors import Declined, Failed
-from forestage.features import Feature, switched_on
+from forestage.features import Feature, list_switched_on
 from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
 from forestage.stage import chunks, engines, fstab, queue
 from forestage.stage.queue import repeat_in_thread
@@ -63,7 +63,7 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     before = task.part.owner()
     owner = claim_part(task)
     figures.expected = owner.expected
-    trace.point("claimed")
+    trace.reach_point("claimed")
     owner = queue.wait_for_slot(task.node, task.key, owner, stop)
     content = task.source.open()
     _make_room(task, content, figures)
@@ -74,7 +74,7 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     if before is not None and before.expected and not owner.expected and owner.resumed:
         figures.expected, figures.ahead = before.expected, owner.resumed
     _reserve(task, content, figures)
-    trace.point("reserved")
+    trace.reach_point("reserved")
     uploaded = _count_uploaded_bytes(task)
     with _arrival_map(task) as shown:
         with queue.stop_when_displaced(task.node, task.key, stop), _log_progress(task, owner):
@@ -86,9 +86,9 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
         figures.copying = round(task.node.clock.monotonic() - owner.began, 4)
         if shown is not None:
             figures.read_through, figures.read_straight = shown.was_read()
-        trace.point("copied")
+        trace.reach_point("copied")
         task.source.must_be_unchanged()
-        trace.point("checked")
+        trace.reach_point("checked")
         _mirror_access(task)
         disk_errors.scan_kernel_log(
             task.node.places, task.node.cache, task.node.clock
@@ -96,7 +96,7 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
         task.node.cache.publish(
             _make_entry(task, figures, _read_fstab_binds(task)), task.job.user.uid
         )
-    trace.point("published")
+    trace.reach_point("published")
     with contextlib.suppress(OSError):  # only a matter of the next version's speed
         hot.index_entry(task.node.cache, task.image)
 
@@ -265,9 +265,9 @@ def _find_helpers(task: CopyTask) -> engines.CopyHelpers | None:
     features = _helping(task)
     if not features:
         return None
-    from forestage.features.doors import ENGINE_HELPERS, load_all
+    from forestage.features.doors import ENGINE_HELPERS, load_doors
 
-    found = (find(task) for find in load_all(ENGINE_HELPERS, features))
+    found = (find(task) for find in load_doors(ENGINE_HELPERS, features))
     return next(filter(None, found), None)
 
 
@@ -276,14 +276,14 @@ def _count_uploaded_bytes(task: CopyTask) -> int:
     features = _helping(task)
     if not features:
         return 0
-    from forestage.features.doors import ENGINE_UPLOADED, load_all
+    from forestage.features.doors import ENGINE_UPLOADED, load_doors
 
-    return sum(count(task) for count in load_all(ENGINE_UPLOADED, features))
+    return sum(count(task) for count in load_doors(ENGINE_UPLOADED, features))
 
 
 def _helping(task: CopyTask) -> list[Feature]:
     """Return the features that may help with a copy; mostly none is on, and none is imported."""
-    return switched_on("engine.helpers", task.node.config, str(task.node.places.run))
+    return list_switched_on("engine.helpers", task.node.config, str(task.node.places.run))
 
 
 @contextlib.contextmanager
@@ -293,7 +293,9 @@ def _log_progress(task: CopyTask, owner: PartRecord) -> Iterator[None]:
 
     def say() -> None:
         if due.now(task.part.copied(owner)):
-            log.say(f"stager job={owner.job} {format_progress(task, owner)}", by_slurm=True)
+            log.write_log_line(
+                f"stager job={owner.job} {format_progress(task, owner)}", by_slurm=True
+            )
 
     with repeat_in_thread(say, PROGRESS_EVERY, "progress"):
         yield

@@ -21,12 +21,12 @@ import msgspec
 from forestage import events, log
 from forestage.bind import redirect
 from forestage.cache.part import PROCESS_NAME
-from forestage.errors import CopyStopped, Declined, Failed, of_disk
+from forestage.errors import CopyStopped, Declined, Failed, classify_disk_error
 from forestage.events import CopyOutcome, losses
 from forestage.stage.task import CopyTask
 from forestage.system import holder, lock
 from forestage.system.holder import DaemonSpec, StartChannel, StartReport
-from forestage.units import printable
+from forestage.units import make_printable
 
 if TYPE_CHECKING:
     from forestage.stage.pipeline import CopyStats
@@ -58,7 +58,7 @@ def _run_stager(task: CopyTask, hook: StartChannel) -> None:
         except lock.LockTimeout:
             hook.send(StartReport("busy"))
         except OSError as error:  # the disk takes no name: it is full of files, or read-only
-            why = of_disk(error)
+            why = classify_disk_error(error)
             hook.send(StartReport("failed", why.reason, str(why), isinstance(why, Failed)))
             raise
         else:
@@ -123,7 +123,9 @@ def _log_dead_thread(working: threading.Thread, dead: threading.ExceptHookArgs) 
         while last is not None and last.tb_next is not None:
             last = last.tb_next
         where = f" at {last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last else ""
-        log.say(f"stager thread {dead.thread.name} died: {dead.exc_value!r}{where}", by_slurm=True)
+        log.write_log_line(
+            f"stager thread {dead.thread.name} died: {dead.exc_value!r}{where}", by_slurm=True
+        )
 
 
 def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
@@ -155,7 +157,7 @@ def _mount_for_waiting_jobs(task: CopyTask) -> None:
             line = (
                 f"image={events.quote_field(task.image.path)} redirect={events.quote_field(came)}"
             )
-            log.say(f"stager job={job} {line}", by_slurm=True)
+            log.write_log_line(f"stager job={job} {line}", by_slurm=True)
 
 
 def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
@@ -180,7 +182,7 @@ def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
     except Declined as declined:
         error = declined
     except OSError as failure:
-        error = of_disk(failure)
+        error = classify_disk_error(failure)
     _record_copy(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
         return StartReport("published")
@@ -215,13 +217,15 @@ def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, t
         image=task.image.path,
         key=task.key,
         reason=error.reason if error else "",
-        detail=printable(str(error)) if error else "",
+        detail=make_printable(str(error)) if error else "",
         size=task.image.size,
         wait=round(took, 4),
         data=task.image.kind == "data",
         **facts,
     )
-    log.say(f"stager job={job.id} {events.format_summary(job, [outcome], took)}", by_slurm=True)
+    log.write_log_line(
+        f"stager job={job.id} {events.format_summary(job, [outcome], took)}", by_slurm=True
+    )
     event = events.make_job_event(job, "stager", outcome, node.clock.wall(), took)
     with contextlib.suppress(OSError):  # the job's event does not hang on what others are told
         events.record_copy_for_users(
@@ -231,4 +235,6 @@ def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, t
         events.record_events(node.places, [event])
     except OSError as failure:  # a full log disk is no reason to lose a copy
         losses.record_loss(node.places.lost_events, node.clock.wall(), failure)
-        log.say(f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True)
+        log.write_log_line(
+            f"stager job={job.id} result=unrecorded detail={str(failure)!r}", by_slurm=True
+        )

@@ -128,7 +128,7 @@ def _try_join_cgroup(leaf: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        log.say(f"hold result=failed detail={str(error)!r}", by_slurm=True)
+        log.write_log_line(f"hold result=failed detail={str(error)!r}", by_slurm=True)
         return False
     return True
 

@@ -33,7 +33,7 @@ import msgspec
 from forestage import log
 from forestage.errors import Declined
 from forestage.system import child, files, lock, mounts
-from forestage.units import printable
+from forestage.units import make_printable
 
 START = 10.0  # seconds in which it leaves the hook
 OOM_EXEMPT = -1000  # oom_score_adj: its end is an I/O error to tasks, and frees little memory
@@ -150,8 +150,10 @@ def _run_daemon(life: DaemonSpec, work: Callable[[StartChannel], None], hook: St
 
 
 def _report_death(about: str, hook: StartChannel, error: BaseException | None) -> None:
-    hook.send(StartReport("died", detail=printable(str(error) or repr(error))[:LONGEST_DETAIL]))
-    log.say(f"{about} result=failed detail={error!r}", by_slurm=True)
+    hook.send(
+        StartReport("died", detail=make_printable(str(error) or repr(error))[:LONGEST_DETAIL])
+    )
+    log.write_log_line(f"{about} result=failed detail={error!r}", by_slurm=True)
 
 
 def listen_for_clients(path: Path) -> socket.socket:

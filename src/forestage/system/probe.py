@@ -164,4 +164,4 @@ def _run_probe(fd: int, work: Callable[[ReportPhase], None], starter: socket.soc
 
 
 def _log_failure(starter: socket.socket, error: BaseException | None) -> None:
-    log.say(f"probe result=failed detail={error!r}", by_slurm=True)
+    log.write_log_line(f"probe result=failed detail={error!r}", by_slurm=True)

@@ -13,7 +13,7 @@ from typing import IO, TypeAlias, TypeVar
 
 import msgspec
 
-from forestage.units import MAX_TEXT, format_duration, printable
+from forestage.units import MAX_TEXT, format_duration, make_printable
 
 SHORT_KEY = 12  # hex digits
 RIGHT_ALIGNED = frozenset(("age", "job", "left", "rate", "size", "staged", "took", "used"))
@@ -127,7 +127,7 @@ def escape_block(piece: OutputBlock) -> OutputBlock:
 def escape_control_characters(text: str) -> str:
     """Pure: a user's text without control characters, in full length."""
     step = MAX_TEXT
-    return "".join(printable(text[at : at + step]) for at in range(0, len(text), step))
+    return "".join(make_printable(text[at : at + step]) for at in range(0, len(text), step))
 
 
 def _encode_json(document: object) -> bytes:

@@ -177,7 +177,7 @@ def listening6(address: str) -> Callable[[GoodNode], object]:
 def silent(*names: str) -> Callable[[GoodNode], object]:
     """Nodes whose peer service has just not answered."""
     return lambda node: [
-        unanswered.note_silence(node.places, name, time.monotonic()) for name in names
+        unanswered.record_silence(node.places, name, time.monotonic()) for name in names
     ]
 
 
@@ -884,7 +884,7 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
         peers("prefetch: {host: n1}\n")(node)
         for name, text in answers.items():
             node.write(f"/usr/bin/{name}", text, 0o755)
-        expected.write(node.places, ExpectedImageList(1, NOW - 30, NOW + 900))
+        expected.write_list(node.places, ExpectedImageList(1, NOW - 30, NOW + 900))
 
     return plant
 
@@ -909,7 +909,7 @@ PREFETCH = [
         "prefetch-old",
         both(
             prefetch_host(),
-            lambda node: expected.write(node.places, ExpectedImageList(1, NOW - 600, NOW)),
+            lambda node: expected.write_list(node.places, ExpectedImageList(1, NOW - 600, NOW)),
         ),
     ),
     warning("prefetch-old", both(prefetch_host(), removed("/run/forestage/expected.json"))),
@@ -1254,7 +1254,7 @@ def test_image_store_that_hangs_is_a_finding(
 ) -> None:
     importing()(node)
     monkeypatch.setattr(registry_checks, "TIMEOUT", 0.2)
-    monkeypatch.setattr(registry_checks, "_tried", hangs)
+    monkeypatch.setattr(registry_checks, "_try_store", hangs)
     assert node.ids() == ["store-hangs"]
 
 
@@ -1494,11 +1494,11 @@ def test_check_notes_peer_nodes_with_unresolvable_names(
     """By root's own list where there is one; a name service that hangs is no answer."""
     monkeypatch.setattr(peers_checks, "HANGS", 3.0)
     monkeypatch.setattr(
-        peers_checks, "resolve", lambda name: hangs() if name == "n2" else name > "n3"
+        peers_checks, "is_resolvable", lambda name: hangs() if name == "n2" else name > "n3"
     )
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-4] CPUs=8")
     if listed:
-        node_list.write(node.places, node_list.PeerNodeList(NOW, {"n2": "", "n4": ""}))
+        node_list.write_list(node.places, node_list.PeerNodeList(NOW, {"n2": "", "n4": ""}))
     peers()(node)
     (one,) = node.check().findings
     what = "1 of 2 nodes that were tried have no address here: n2"
@@ -1513,27 +1513,29 @@ def test_munge_key_not_yet_proven_by_another_node_is_a_note(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key of its own, as Debian's package makes it, lets a node read its own credential."""
-    monkeypatch.setattr(peers_checks.auth, "prover", lambda *_: auth.MungeAuthenticator())
-    monkeypatch.setattr(peers_checks.auth, "check", lambda prover: None)
-    monkeypatch.setattr(peers_checks, "resolve", lambda name: True)
+    monkeypatch.setattr(
+        peers_checks.auth, "make_authenticator", lambda *_: auth.MungeAuthenticator()
+    )
+    monkeypatch.setattr(peers_checks.auth, "check_authenticator", lambda prover: None)
+    monkeypatch.setattr(peers_checks, "is_resolvable", lambda name: True)
     assert node.ids() == [], "one node has no other"
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-2] CPUs=8")
     for text in ("", "peers: {enabled: true}\n"):
         node.config(text)
         done = node.check()
         assert ([one.id for one in done.findings], done.code) == (["peer-unproven"], 0)
-    proven.note(node.places, "n2", NOW)
+    proven.record_proven_node(node.places, "n2", NOW)
     assert node.ids() == []
 
 
 def test_node_name_that_does_not_resolve_is_no_finding_if_slurm_knows_a_valid_address(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers_checks, "resolve", lambda name: name in ("n1", "10.0.0.2"))
+    monkeypatch.setattr(peers_checks, "is_resolvable", lambda name: name in ("n1", "10.0.0.2"))
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-3] CPUs=8")
     now = time.time()
     listed = PeerNodeList(now, {"n1": "", "n2": "10.0.0.2", "n3": "10.0.0.3"})
-    monkeypatch.setattr(peers_checks.node_list, "_find", lambda *_: listed)
+    monkeypatch.setattr(peers_checks.node_list, "_find_recent_list", lambda *_: listed)
     (one,) = node.check().findings
     assert one.what == "1 of 3 nodes that were tried have no address here: n3"
 
@@ -1541,7 +1543,7 @@ def test_node_name_that_does_not_resolve_is_no_finding_if_slurm_knows_a_valid_ad
 def test_check_resolves_only_16_node_names_of_a_large_cluster(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers_checks, "resolve", lambda _: False)
+    monkeypatch.setattr(peers_checks, "is_resolvable", lambda _: False)
     node.slurm("ClusterName=good", "ClusterName=good\nNodeName=n[1-9000] CPUs=8")
     peers()(node)
     what = node.check().findings[0].what
@@ -1764,7 +1766,7 @@ def test_check_finds_a_skewed_or_old_prefetch_list_and_unmeasured_bandwidth(
     ids: list[str],
 ) -> None:
     prefetch_node(node)
-    marks.write(node.places, known)
+    marks.write_record(node.places, known)
     told = ExpectedImageList(1, NOW + ahead, NOW + 900)
-    monkeypatch.setattr(expected, "ask", lambda *_: told)
+    monkeypatch.setattr(expected, "fetch_list", lambda *_: told)
     assert node.ids() == ids

@@ -662,7 +662,7 @@ def test_exception_in_a_feature_stops_neither_other_features_nor_the_sweep(
     assert jobs(site) == ()
     assert site.node.cache.is_proven(key), "entries were read"
     assert site.places.called("sweep").exists()
-    assert [one.job for one in events.read(site.places.events)] == [7]
+    assert [one.job for one in events.read_events(site.places.events)] == [7]
 
 
 def test_keyboard_interrupt_in_a_feature_ends_the_sweep(
@@ -707,7 +707,7 @@ def test_sweep_reports_images_deleted_from_a_store_and_a_dry_run_deletes_none(
     site: Site, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
     done = CollectionResult("alice", ("a", "b"), 3 << 20, 1, "")
-    monkeypatch.setattr(registry, "clean_some", lambda *_: [done])
+    monkeypatch.setattr(registry, "collect_some_users", lambda *_: [done])
     found = swept(site, dry_run=dry_run)
     assert found.added == ({} if dry_run else {"collected": (done,)})
     line = TextLine("store of alice: deleted 2 images, 3 MiB; 1 file left over")
@@ -720,7 +720,7 @@ def test_image_store_that_hangs_is_a_problem_and_does_not_end_the_sweep(
     def hangs(*_: object) -> list[CollectionResult]:
         raise ChildTimeout("no answer after 20 s")
 
-    monkeypatch.setattr(registry, "clean_some", hangs)
+    monkeypatch.setattr(registry, "collect_some_users", hangs)
     assert "no answer" in swept(site).problems[-1]
 
 
@@ -786,7 +786,7 @@ def test_sweep_writes_the_time_of_its_last_run(site: Site) -> None:
 def test_released_lease_is_an_event_that_explain_prints(site: Site) -> None:
     hold(site, 7)
     swept(site, slurm({7: JobState("NODE_FAIL", "n1")}))
-    (event,) = events.read(site.places.events)
+    (event,) = events.read_events(site.places.events)
     assert (event.hook, event.job, event.user, event.node) == ("sweep", 7, "alice", "n1")
     assert event.outcome.result == "released"
     printed = site.run("explain", "7").stdout
@@ -801,7 +801,7 @@ def test_stray_redirects_and_bad_entries_are_events_of_job_0(
     spoil(site, key)
     bound.append(bind("/lustre/stray"))
     swept(site)
-    bad, rest = events.read(site.places.events)
+    bad, rest = events.read_events(site.places.events)
     assert (bad.job, bad.hook, bad.outcome.result) == (0, "sweep", "bad")
     assert (bad.outcome.key, bad.outcome.evicted, bad.outcome.chunks) == (key, (key,), 1)
     assert (rest.job, rest.outcome.unmounted, rest.outcome.evicted) == (0, 1, ())

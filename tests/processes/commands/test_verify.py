@@ -132,14 +132,14 @@ def test_bad_entry_is_reported_in_log_event_status_and_metrics(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.append(line))
     key = site.publish(source)
     os.utime(site.node.cache.entry_dir(key) / "boot", (NOW - 50, NOW - 50))
     spoil(site, key)
     site.run("verify", "--all", "--dry-run")
-    assert (said, list(events.read(site.places.events))) == ([], [])
+    assert (said, list(events.read_events(site.places.events))) == ([], [])
     site.run("verify", "--all")
-    (event,) = events.read(site.places.events)
+    (event,) = events.read_events(site.places.events)
     assert (event.hook, event.job, event.outcome) == (
         "verify",
         0,

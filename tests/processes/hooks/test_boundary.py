@@ -27,7 +27,7 @@ from forestage.hooks import boundary
 atexit.register(print, "taken apart")
 def body(name):
     BODY
-boundary._main = body
+boundary._run_to_exit_status = body
 try:
     boundary.main("prolog")
 finally:
@@ -65,7 +65,7 @@ def test_event_of_a_step_names_its_user(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0", IMAGE_OPTION: "/a"}
     HookRun("step", environ, 0.0).run(places, Clock())
-    (event,) = events.read(places.events)
+    (event,) = events.read_events(places.events)
     assert (event.user, event.uid) == ("root", 0)
 
 
@@ -119,6 +119,6 @@ def test_hook_of_a_hit_imports_no_module_that_only_a_copy_needs(
     ran = subprocess.run(
         [sys.executable, "-BIc", script], capture_output=True, text=True, check=True
     )
-    (event,) = events.read(NodePaths(tmp_path).events)
+    (event,) = events.read_events(NodePaths(tmp_path).events)
     assert (event.outcome.result, event.outcome.key) == ("hit", opened.image.key)
     assert ran.stdout == "[] 3\n", "who the user is, the look as they, the probe of the disk"

@@ -555,7 +555,7 @@ def test_long_copy_logs_its_progress_until_it_ends(
         spoken.set()
 
     monkeypatch.setattr(pipeline, "PROGRESS_EVERY", 0.001)
-    monkeypatch.setattr(log, "say", say)
+    monkeypatch.setattr(log, "write_log_line", say)
     after_copy(lambda: spoken.wait(600) or None)  # type: ignore[func-returns-value]
     run(task)
     assert said[0].startswith(f"stager job=7 image={task.image.path} ")
@@ -586,7 +586,7 @@ def test_progress_of_a_copy_with_a_hanging_source_is_not_logged_each_time(
         return real(part, owner)
 
     monkeypatch.setattr(pipeline, "PROGRESS_EVERY", 0.001)
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.append(line))
     monkeypatch.setattr(type(task.part), "copied", copied)
     after_copy(lambda: enough.wait(600) or None)  # type: ignore[func-returns-value]
     run(task)

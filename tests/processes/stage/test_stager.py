@@ -58,7 +58,7 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Said:
         with file.open("a") as lines:
             lines.write(line + "\n")
 
-    monkeypatch.setattr(log, "say", say)
+    monkeypatch.setattr(log, "write_log_line", say)
     return lambda: file.read_text().splitlines()
 
 
@@ -107,7 +107,7 @@ def test_failed_copy_sends_a_message_and_records_an_event_and_a_log_line(
     (last,) = messages(task)
     assert (last.state, last.reason, last.node_failed) == ("failed", reason, node_failed)
     assert last.detail
-    (event,) = events.read(task.node.places.events)
+    (event,) = events.read_events(task.node.places.events)
     assert (event.hook, event.job, event.outcome.reason) == ("stager", 7, reason)
     assert event.outcome.result == ("failed" if node_failed else "declined")
     assert (event.outcome.bytes, event.outcome.size) == (0, len(CONTENT))
@@ -119,7 +119,7 @@ def test_failed_copy_sends_a_message_and_records_an_event_and_a_log_line(
 def test_published_copy_records_an_event_and_a_log_line(task: CopyTask, said: Said) -> None:
     """The hook that asked may be long gone."""
     assert messages(task) == [StartReport("published")]
-    (event,) = events.read(task.node.places.events)
+    (event,) = events.read_events(task.node.places.events)
     outcome = event.outcome
     assert (event.hook, outcome.result, outcome.key) == ("stager", "copied", task.key)
     assert outcome.image == task.image.path

@@ -31,7 +31,7 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], str]:
         with (tmp_path / "log").open("a") as lines:
             lines.write(line + "\n")
 
-    monkeypatch.setattr(log, "say", say)
+    monkeypatch.setattr(log, "write_log_line", say)
     return (tmp_path / "log").read_text
 
 

@@ -26,7 +26,7 @@ from forestage.events import (
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import REASONS as DOOR
-from forestage.features.doors import having, load
+from forestage.features.doors import list_names_with_door, load_door
 from forestage.system.as_user import User
 from histories import KEY, NOW, event, hit, printed
 from made_up import around_all
@@ -54,9 +54,9 @@ def test_every_reason_in_the_code_has_an_explanation_and_none_is_unused() -> Non
     known = set(collect_reasons())
     assert found - known == set()
     assert known - found == set(), "reasons that nothing gives any more"
-    for name in having("reasons"):
+    for name in list_names_with_door("reasons"):
         own = {reason for reason, givers in given_by.items() if givers == {name}}
-        assert set(load(name, DOOR).REASONS) == own, f"what {name} alone gives"
+        assert set(load_door(name, DOOR).REASONS) == own, f"what {name} alone gives"
 
 
 def test_explain_of_a_hanging_mount_names_its_path_and_the_remedy() -> None:

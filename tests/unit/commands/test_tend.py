@@ -76,7 +76,7 @@ class Run:
 def adding(monkeypatch: pytest.MonkeyPatch) -> list[TendPart]:
     """The parts of a feature."""
     added: list[TendPart] = []
-    monkeypatch.setattr(tend, "load_all", lambda door: iter([lambda facts: iter(added)]))
+    monkeypatch.setattr(tend, "load_doors", lambda door: iter([lambda facts: iter(added)]))
     return added
 
 

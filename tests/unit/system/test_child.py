@@ -76,7 +76,7 @@ def test_process_that_leaves_a_job_enters_the_root_cgroup_if_the_hold_unit_is_mi
     tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.append(line))
     root = fake(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0\n")
     (root / "run/forestage").mkdir(parents=True)
     (root / child.HOLD_CGROUP).symlink_to(root / "held")

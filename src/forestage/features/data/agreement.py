@@ -6,9 +6,9 @@ start
 
 The first node of the job, or of the step, by Slurm's own list, looks at every file. The others ask
 its peer service, and look at what could differ between two nodes: which file system it is, the
-user's groups, the directory itself, and files that nobody could have foreseen (`agrees`). Where any
-of it differs, or the first node is silent, a node looks at everything itself. Why that is right:
-docs/decisions/0033-a-directory-is-one-image.md.
+user's groups, the directory itself, and files that nobody could have foreseen
+(`is_scan_valid_here`). Where any of it differs, or the first node is silent, a node looks at
+everything itself. Why that is right: docs/decisions/0033-a-directory-is-one-image.md.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.features.data import manifest
 from forestage.features.data.manifest import DirectoryManifest
-from forestage.features.doors import ACTIVATION_IS_ON, ASKED_NODE_ASK_NODE, load_all
+from forestage.features.doors import ACTIVATION_IS_ON, ASKED_NODE_ASK_NODE, load_doors
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.system import as_user, files, lock, mounts, records
@@ -40,10 +40,14 @@ from forestage.system.as_user import User
 if TYPE_CHECKING:
     from forestage.features.doors import NodeClient
 
-GREETING = 0.2  # seconds for the first node's service to answer a step, which can look itself
-NOT_YET = 2.0  # seconds in which the first node must have begun to look; its hook may run later
-AT_START = 20.0  # … at a job's start, where nobody waits for this
-LONGEST = 60.0  # seconds for that node to look at all, at a job's start
+CONNECT_TIMEOUT = (
+    0.2  # seconds for the first node's service to answer a step, which can look itself
+)
+STEP_BEGIN_TIMEOUT = (
+    2.0  # seconds in which the first node must have begun to look; its hook may run later
+)
+START_BEGIN_TIMEOUT = 20.0  # … at a job's start, where nobody waits for this
+SCAN_TIMEOUT = 60.0  # seconds for that node to look at all, at a job's start
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two questions
 SKEW = 30.0  # seconds that a step's look may be old, by the clocks of two nodes
 
@@ -109,13 +113,15 @@ class SharedScan(msgspec.Struct, frozen=True):
         return self.cache.looks / str(self.job) / (self.name + more)
 
 
-def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) -> SharedScan | None:
+def find_shared_scan(
+    node: Node, job: Job, restart: int, path: str, step: int | None
+) -> SharedScan | None:
     """The look at `path` that nodes share as a step begins, at the job's start without one.
 
     None where each looks for itself. `restart` tells the runs of a job apart: a requeued job's step
     has the number that one of the run before had.
     """
-    if not asks_others(node) or not job.nodelist:
+    if not can_query_other_nodes(node) or not job.nodelist:
         return None
     from forestage.slurm.nodelist import expand_nodelist  # few jobs need it
 
@@ -131,25 +137,25 @@ def round_of(node: Node, job: Job, restart: int, path: str, step: int | None) ->
     return SharedScan(node.cache, job.id, name, nodes[0], nodes[0] == job.node)
 
 
-def asks_others(node: Node) -> bool:
+def can_query_other_nodes(node: Node) -> bool:
     """Whether this node asks others at all, by whichever feature there is for that."""
     about = node.config, node.places, node.clock.monotonic()
-    return any(is_on(*about) for is_on in load_all(ACTIVATION_IS_ON))
+    return any(is_on(*about) for is_on in load_doors(ACTIVATION_IS_ON))
 
 
-def prepare(cache: Cache, job: int) -> None:
+def make_scan_directory(cache: Cache, job: int) -> None:
     """Makes the job's place for looks, for its Prolog. Best effort."""
     with contextlib.suppress(OSError):
         cache.looks.mkdir(mode=0o700, exist_ok=True)
         (cache.looks / str(job)).mkdir(mode=0o700, exist_ok=True)
 
 
-def end(cache: Cache, job: int) -> None:
+def delete_job_scans(cache: Cache, job: int) -> None:
     """Deletes what was found for a job, for its Epilog."""
     shutil.rmtree(cache.looks / str(job), ignore_errors=True)
 
 
-def sweep(cache: Cache, leases: LeaseDirectory) -> None:
+def delete_stale_scans(cache: Cache, leases: LeaseDirectory) -> None:
     """Deletes what was found for jobs that have no lease. Raises Failed, OSError."""
     # A Prolog notes its lease first.
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -160,7 +166,7 @@ def sweep(cache: Cache, leases: LeaseDirectory) -> None:
                     shutil.rmtree(directory, ignore_errors=True)
 
 
-def looked(root: int, found: DirectoryManifest, user: User, began: float) -> ScanNotice:
+def make_notice(root: int, found: DirectoryManifest, user: User, began: float) -> ScanNotice:
     """The look of this node that has found this. Raises OSError."""
     groups = tuple(sorted(as_user.list_group_ids(user)))
     return ScanNotice(
@@ -168,14 +174,19 @@ def looked(root: int, found: DirectoryManifest, user: User, began: float) -> Sca
     )
 
 
-def _first_of(node: Node, shared: SharedScan) -> "contextlib.closing[NodeClient]":
-    """A way to ask the first node, once `asks_others` has said so. Raises PeerError, OSError."""
-    ask_node = next(load_all(ASKED_NODE_ASK_NODE))
+def _connect_to_first(node: Node, shared: SharedScan) -> "contextlib.closing[NodeClient]":
+    """A way to ask the first node, once `can_query_other_nodes` has said so.
+
+    Raises PeerError, OSError.
+    """
+    ask_node = next(load_doors(ASKED_NODE_ASK_NODE))
     path = f"/v1/look/{shared.job}/{shared.name}"
     return contextlib.closing(ask_node(node.config, node.places, shared.first, shared.name, path))
 
 
-def _ask(node: Node, first: "NodeClient", until: Deadline, not_yet: float) -> ScanNotice | None:
+def _wait_for_notice(
+    node: Node, first: "NodeClient", until: Deadline, not_yet: float
+) -> ScanNotice | None:
     """The first node's look, None where there is none.
 
     Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not.
@@ -195,46 +206,52 @@ def _ask(node: Node, first: "NodeClient", until: Deadline, not_yet: float) -> Sc
     return None
 
 
-def _borrow(node: Node, job: Job, shared: SharedScan, root: int, path: str) -> ScannedFiles | None:
+def _fetch_scan(
+    node: Node, job: Job, shared: SharedScan, root: int, path: str
+) -> ScannedFiles | None:
     """What the first node has found, if this node agrees with it; None: look at everything here.
 
     For a job's start. The process has the user's groups.
     """
-    until = Deadline.after(LONGEST, node.clock)
+    until = Deadline.after(SCAN_TIMEOUT, node.clock)
     try:
-        with _first_of(node, shared) as first:
-            look = _ask(node, first, until, AT_START)
+        with _connect_to_first(node, shared) as first:
+            look = _wait_for_notice(node, first, until, START_BEGIN_TIMEOUT)
             said = first.ask(".files") if look else None
         if look is None or said is None:
             return None
         found = msgspec.msgpack.decode(said, type=ScannedFiles)
-        manifest.must_be_sound(found.manifest, found.acls or {}, node.config.data.max_files)
+        manifest.check_manifest(found.manifest, found.acls or {}, node.config.data.max_files)
         same = (found.manifest.path, found.manifest.digest) == (look.path, look.digest)
-        if same and agrees(look, found, root, path, job.user):
+        if same and is_scan_valid_here(look, found, root, path, job.user):
             return found
         why = f"{shared.first} sees another {path}"
     except (PeerError, Declined, OSError, msgspec.MsgspecError) as error:
         why = str(error)
-    log.say(f"stager job={job.id} looks=alone detail={why!r}", by_slurm=True)
+    log.write_log_line(f"stager job={job.id} looks=alone detail={why!r}", by_slurm=True)
     return None
 
 
-def agrees(look: ScanNotice, found: ScannedFiles, root: int, path: str, user: User) -> bool:
+def is_scan_valid_here(
+    look: ScanNotice, found: ScannedFiles, root: int, path: str, user: User
+) -> bool:
     """Whether what another node has found holds here: the same files, with the same rights.
 
     Asks the kernel, as the user, for the directory and a sample. The process has the user's groups.
     Raises Declined, OSError.
     """
-    some = manifest.sample(found.manifest)
-    if not sees_the_same(look, root, path, user) or not manifest.still(root, some, user):
+    some = manifest.sample_files(found.manifest)
+    if not has_same_view(look, root, path, user) or not manifest.are_files_unchanged(
+        root, some, user
+    ):
         return False
     if found.acls is None:  # a change of one would be a change of ctime
         return True
-    acls = manifest.acls(root, DirectoryManifest(path, tuple(some)), user)
+    acls = manifest.read_acls(root, DirectoryManifest(path, tuple(some)), user)
     return acls == {file.path: found.acls[file.path] for file in some if file.path in found.acls}
 
 
-def sees_the_same(look: ScanNotice, root: int, path: str, user: User) -> bool:
+def has_same_view(look: ScanNotice, root: int, path: str, user: User) -> bool:
     """Whether both nodes look at one file system, as the same user with the same groups.
 
     The file server is told these: it grants both nodes the same. Raises OSError.
@@ -244,12 +261,12 @@ def sees_the_same(look: ScanNotice, root: int, path: str, user: User) -> bool:
 
 
 def is_fresh(look: ScanNotice, now: float) -> bool:
-    """Pure: whether a step may go by this look; `now` is wall time here."""
+    """Pure: whether a step may go by this look; `digest_for_step` is wall time here."""
     return abs(now - look.began) <= SKEW
 
 
-def settling(found: DirectoryManifest, looked: float) -> float:
-    """Pure: seconds until a further change must show in its times; `looked` is wall time."""
+def seconds_to_settle(found: DirectoryManifest, looked: float) -> float:
+    """Pure: seconds until a further change must show in its times; `make_notice` is wall time."""
     newest = FileIdentity("", 0, 0, found.newest_ns, found.newest_ns)
     return source.seconds_to_settle(SourceImage(newest, AccessRights(0, 0, 0)), looked)
 
@@ -266,30 +283,34 @@ class DirectoryScan(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-def at_start(node: Node, job: Job, path: str, root: int, resolved: str) -> DirectoryScan:
+def scan_for_job_start(node: Node, job: Job, path: str, root: int, resolved: str) -> DirectoryScan:
     """Looks at the directory at a job's start, as one node for all. Raises Declined, OSError."""
-    shared = round_of(node, job, job.restart, path, None)
+    shared = find_shared_scan(node, job, job.restart, path, None)
     began = node.clock.wall()
     if shared is not None and not shared.leads:
-        lent = _borrow(node, job, shared, root, resolved)
-        if lent is not None and lent.acls is not None and not settling(lent.manifest, began):
+        lent = _fetch_scan(node, job, shared, root, resolved)
+        if (
+            lent is not None
+            and lent.acls is not None
+            and not seconds_to_settle(lent.manifest, began)
+        ):
             shared.keep(lent)
             return DirectoryScan(lent.manifest, lent.acls, lent=True)
     leads = shared is not None and shared.leads
-    with _telling(shared if leads else None) as tell:
+    with _publish_scan(shared if leads else None) as tell:
         start = node.clock.monotonic()
-        found = manifest.take(root, resolved, job.user, node.config.data.max_files)
+        found = manifest.scan_directory(root, resolved, job.user, node.config.data.max_files)
         seconds = node.clock.monotonic() - start
-        acls = manifest.acls(root, found, job.user) if leads else None
+        acls = manifest.read_acls(root, found, job.user) if leads else None
         if shared is not None:
             shared.keep(ScannedFiles(found, acls))
         if leads:
-            tell.append(looked(root, found, job.user, began))
+            tell.append(make_notice(root, found, job.user, began))
     return DirectoryScan(found, acls, seconds=seconds)
 
 
 @contextlib.contextmanager
-def _telling(shared: SharedScan | None) -> Iterator[list[ScanNotice]]:
+def _publish_scan(shared: SharedScan | None) -> Iterator[list[ScanNotice]]:
     """Tells other nodes that this one looks, then what it has found: the last in the list."""
     found = [ScanNotice("none")]
     if shared is not None:
@@ -302,24 +323,26 @@ def _telling(shared: SharedScan | None) -> Iterator[list[ScanNotice]]:
             shared.tell(found[-1] if found[-1].place else ScanNotice("none"))
 
 
-def now(node: Node, job: Job, restart: int, path: str, expected: str, timeout: float) -> str:
+def digest_for_step(
+    node: Node, job: Job, restart: int, path: str, expected: str, timeout: float
+) -> str:
     """The digest as a step begins: the step's first node has it, or this node looks at all.
 
     `expected` is that of the look at the job's start, `timeout` in seconds. Raises
     as_user.ChildTimeout, Declined, OSError.
     """
-    step = None if job.step is None else round_of(node, job, restart, path, job.step)
-    start = round_of(node, job, restart, path, None)
+    step = None if job.step is None else find_shared_scan(node, job, restart, path, job.step)
+    start = find_shared_scan(node, job, restart, path, None)
     if step is not None and start is not None and not step.leads:
-        lent = _borrow_digest(node, job, path, step, start, expected, timeout)
+        lent = _fetch_digest(node, job, path, step, start, expected, timeout)
         if lent:
             return lent
-    with _telling(step if step is not None and step.leads else None) as tell:
-        tell.append(_look_as_step(node, job, path, Deadline.after(timeout, node.clock)))
+    with _publish_scan(step if step is not None and step.leads else None) as tell:
+        tell.append(_scan_as_step(node, job, path, Deadline.after(timeout, node.clock)))
         return tell[-1].digest
 
 
-def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
+def _scan_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     """Looks at all, or takes the look of another step of this user that began after this call.
 
     A look that began before may have seen what the job has changed since. So of many steps that
@@ -336,12 +359,12 @@ def _look_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotic
         except lock.LockTimeout:
             raise Declined("deadline", f"another step still looks at {path}") from None
         except OSError:  # of a disk that is read-only by now: who cannot share looks alone
-            return _look_now(node, job, path, until)
+            return _scan_now(node, job, path, until)
         with contextlib.suppress(OSError, records.DamagedRecord):
             last = records.load(file, _LastScan)
             if last.boot == boot_id() and last.began >= asked:
                 return last.look
-        last = _LastScan(boot_id(), node.clock.monotonic(), _look_now(node, job, path, until))
+        last = _LastScan(boot_id(), node.clock.monotonic(), _scan_now(node, job, path, until))
         with contextlib.suppress(OSError):
             # Into the file that is locked: a record that takes its name would be another's lock.
             files.overwrite_file(file, msgspec.json.encode(last))
@@ -356,7 +379,7 @@ class _LastScan(msgspec.Struct, frozen=True):
     look: ScanNotice
 
 
-def _look_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
+def _scan_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     began, timeout = node.clock.wall(), until.left()
     # The look ends itself a moment before: then its reason is known.
     end = Deadline.after(timeout * 0.9, node.clock)
@@ -364,20 +387,20 @@ def _look_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
     def work() -> as_user.ChildResult[ScanNotice]:
         os.setgroups(as_user.list_group_ids(job.user))
         root, resolved = manifest.open_root(path, job.user)
-        found = manifest.take(root, resolved, job.user, node.config.data.max_files, end)
-        return looked(root, found, job.user, began), []
+        found = manifest.scan_directory(root, resolved, job.user, node.config.data.max_files, end)
+        return make_notice(root, found, job.user, began), []
 
     return as_user.run_in_child(work, ScanNotice, timeout)[0]
 
 
-def decline(node: Node, job: Job, restart: int, path: str) -> None:
+def announce_no_scan(node: Node, job: Job, restart: int, path: str) -> None:
     """Says that this node, if it is a step's first, does not look: the others need not wait."""
-    step = round_of(node, job, restart, path, job.step)
+    step = find_shared_scan(node, job, restart, path, job.step)
     if step is not None and step.leads:
         step.tell(ScanNotice("none"))
 
 
-def _borrow_digest(
+def _fetch_digest(
     node: Node,
     job: Job,
     path: str,
@@ -392,10 +415,10 @@ def _borrow_digest(
     if found is None:
         return ""
     try:
-        with _first_of(node, step) as first:
-            if not first.answers_within(GREETING, node.clock.monotonic()):
+        with _connect_to_first(node, step) as first:
+            if not first.answers_within(CONNECT_TIMEOUT, node.clock.monotonic()):
                 return ""
-            look = _ask(node, first, until, NOT_YET)
+            look = _wait_for_notice(node, first, until, STEP_BEGIN_TIMEOUT)
     except (PeerError, OSError):
         return ""
     if look is None or not is_fresh(look, node.clock.wall()):
@@ -405,8 +428,8 @@ def _borrow_digest(
         os.setgroups(as_user.list_group_ids(job.user))
         root, resolved = manifest.open_root(path, job.user)
         if look.digest != expected:  # the copy is of no use, whoever looks
-            return sees_the_same(look, root, resolved, job.user), []
-        return agrees(look, found, root, resolved, job.user), []
+            return has_same_view(look, root, resolved, job.user), []
+        return is_scan_valid_here(look, found, root, resolved, job.user), []
 
     try:
         return look.digest if as_user.run_in_child(work, bool, timeout / 2)[0] else ""

@@ -27,7 +27,7 @@ from forestage.errors import Declined
 from forestage.system import as_user, child, libc
 from forestage.system.as_user import User
 from forestage.system.files import open_descriptor
-from forestage.units import printable
+from forestage.units import make_printable
 
 THREADS = 8  # files that are read at once: a shared file system answers slowly, but many
 BLOCK = 1 << 20  # bytes
@@ -35,7 +35,7 @@ MEMORY = 4 << 30  # bytes of address space: a hostile archive must not take the 
 ZSTD = b"\x28\xb5\x2f\xfd"
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 
-Still = Callable[[], None]
+TimeCheck = Callable[[], None]
 """Raises Declined when there is no time left."""
 
 
@@ -63,7 +63,7 @@ class CopyInError(Declined):
         super().__init__("not-put", what)
 
 
-def mode_of(mode: int) -> int:
+def choose_copy_mode(mode: int) -> int:
     """Pure: the mode of a copy, which its user may write and delete; set-id bits are not copied."""
     own = 0o700 if stat.S_ISDIR(mode) else 0o600
     return stat.S_IMODE(mode) & 0o777 | own
@@ -72,7 +72,7 @@ def mode_of(mode: int) -> int:
 # A tree
 
 
-def tree(source: int, still: Still) -> int:
+def copy_tree(source: int, still: TimeCheck) -> int:
     """Copies what lies below the open directory `source` to /; returns the bytes of its files.
 
     Modes and times are kept, owners and hard links are not. Raises Declined, OSError.
@@ -99,10 +99,10 @@ def tree(source: int, still: Still) -> int:
                             copiers.copy(name)
                         else:
                             raise CopyInError(
-                                f"{printable(name)} is neither a file, directory nor link"
+                                f"{make_printable(name)} is neither a file, directory nor link"
                             )
     for path, facts in reversed(directories):
-        Path("/", path).chmod(mode_of(facts.st_mode))
+        Path("/", path).chmod(choose_copy_mode(facts.st_mode))
         os.utime(f"/{path}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
     return copiers.bytes
 
@@ -110,7 +110,7 @@ def tree(source: int, still: Still) -> int:
 class _CopierThreads:
     """Threads that copy files. The first error ends all; it is raised at the end, or in `copy`."""
 
-    def __init__(self, source: int, still: Still) -> None:
+    def __init__(self, source: int, still: TimeCheck) -> None:
         self.source = source
         self.still = still
         self.bytes = 0
@@ -146,7 +146,7 @@ class _CopierThreads:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             try:
                 with open_descriptor(name, flags, dir_fd=self.source) as fd:
-                    size = file(fd, name, self.still)
+                    size = copy_file(fd, name, self.still)
             except (Declined, OSError) as error:
                 self.error = self.error or error
             except MemoryError:
@@ -156,18 +156,18 @@ class _CopierThreads:
                     self.bytes += size
 
 
-def file(source: int, target: str, still: Still) -> int:
+def copy_file(source: int, target: str, still: TimeCheck) -> int:
     """Copies one open regular file; returns its bytes. Raises Declined, OSError."""
     facts = os.fstat(source)
     if not stat.S_ISREG(facts.st_mode):
-        raise CopyInError(f"{printable(target)} was replaced while it was copied")
+        raise CopyInError(f"{make_printable(target)} was replaced while it was copied")
     blocks = iter(lambda: os.read(source, BLOCK), b"")
-    size = _write(target, mode_of(facts.st_mode), blocks, still)
+    size = _write_file(target, choose_copy_mode(facts.st_mode), blocks, still)
     os.utime(f"/{target}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
     return size
 
 
-def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int:
+def _write_file(target: str, mode: int, blocks: Iterator[bytes], still: TimeCheck) -> int:
     size = 0
     with open_descriptor(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         for block in blocks:
@@ -183,22 +183,22 @@ def _write(target: str, mode: int, blocks: Iterator[bytes], still: Still) -> int
 # An archive
 
 
-PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", ZSTD: "zstd"}
+COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", ZSTD: "zstd"}
 
 
-def packing(file: int) -> str:
+def find_compression(file: int) -> str:
     """How an archive is compressed, by its first bytes; "" for not at all. Raises OSError."""
     head = os.pread(file, 6, 0)
-    return next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
+    return next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), "")
 
 
-def load() -> None:
+def preload_modules() -> None:
     """Loads what Python would later: a confined process finds no module any more."""
     codecs.lookup("unicode_escape")
     libc.preload_libc()  # for prctl(2) in `confine`, once the node's files are out of reach
 
 
-def archive(fd: int, packed: str, still: Still) -> int:
+def unpack_archive(fd: int, packed: str, still: TimeCheck) -> int:
     """Unpacks the open tar archive to /; returns the bytes of its files.
 
     Links are made as they are, wherever they lead. It is read to its very end, where its checksum
@@ -222,14 +222,14 @@ def archive(fd: int, packed: str, still: Still) -> int:
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(open(fd, "rb", closefd=False))
-            plain = stack.enter_context(_plain(raw, packed))
+            plain = stack.enter_context(_open_decompressed(raw, packed))
             tar = stack.enter_context(
                 tarfile.open(fileobj=plain, mode="r|", bufsize=BLOCK, tarinfo=Strict)
             )
             while (member := tar.next()) is not None:
                 still()
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-                size += _member(tar, member, directories, still)
+                size += _unpack_member(tar, member, directories, still)
             while plain.read(BLOCK):
                 still()
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
@@ -239,25 +239,25 @@ def archive(fd: int, packed: str, still: Still) -> int:
     except MemoryError:
         raise CopyInError("the archive has a header that does not fit into memory") from None
     for name in reversed(directories):
-        Path("/", name).chmod(mode_of(stat.S_IFDIR | directories[name].mode & 0o777))
+        Path("/", name).chmod(choose_copy_mode(stat.S_IFDIR | directories[name].mode & 0o777))
         _set_time(name, directories[name].mtime)
     return size
 
 
-def _plain(file: BinaryIO, packed: str) -> Any:
+def _open_decompressed(file: BinaryIO, packed: str) -> Any:
     """A file to read what this one holds, unpacked."""
     if packed == "gzip":
         return gzip.GzipFile(fileobj=file)
     return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile}.get(packed, contextlib.nullcontext)(file)
 
 
-def _member(
+def _unpack_member(
     tar: tarfile.TarFile,
     member: tarfile.TarInfo,
     directories: dict[str, tarfile.TarInfo],
-    still: Still,
+    still: TimeCheck,
 ) -> int:
-    name = inside(member.name)
+    name = path_inside_root(member.name)
     if member.isdir():
         if name:
             Path("/", name).mkdir(parents=True, exist_ok=True)
@@ -272,20 +272,20 @@ def _member(
         path.symlink_to(member.linkname)
         return 0
     if member.islnk():
-        os.link(f"/{inside(member.linkname)}", path, follow_symlinks=False)
+        os.link(f"/{path_inside_root(member.linkname)}", path, follow_symlinks=False)
         return 0
     content = tar.extractfile(member) if member.isreg() else None
     if content is None:
         raise CopyInError(
-            f"the archive holds {printable(name)}, neither a file, directory nor link"
+            f"the archive holds {make_printable(name)}, neither a file, directory nor link"
         )
     blocks = iter(lambda: content.read(BLOCK), b"")
-    size = _write(name, mode_of(member.mode & 0o7777), blocks, still)
+    size = _write_file(name, choose_copy_mode(member.mode & 0o7777), blocks, still)
     _set_time(name, member.mtime)
     return size
 
 
-def inside(name: str) -> str:
+def path_inside_root(name: str) -> str:
     """Pure: a member's path below the root; "" for the root itself.
 
     Raises CopyInError for one with `..`.
@@ -293,7 +293,7 @@ def inside(name: str) -> str:
     """
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
-        raise CopyInError(f"the archive holds {printable(name)}, which leads out of it")
+        raise CopyInError(f"the archive holds {make_printable(name)}, which leads out of it")
     return "/".join(parts)
 
 

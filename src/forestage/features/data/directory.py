@@ -31,11 +31,11 @@ from forestage.cache.lease import EntryUse, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Deadline
-from forestage.errors import Declined, Failed, ForestageError, of_node
+from forestage.errors import Declined, Failed, ForestageError, classify_node_error
 from forestage.events import RequestOutcome
 from forestage.features.data import agreement, erofs, manifest, open_tree, retry, wanted
 from forestage.features.data.manifest import DirectoryManifest
-from forestage.features.data.wanted import ForStep, ViewContext
+from forestage.features.data.wanted import StepView, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
@@ -46,54 +46,58 @@ from forestage.system import as_user, holder, lock, loop, mounts, run
 from forestage.system.as_user import User
 from forestage.system.holder import StartChannel, StartReport
 from forestage.system.loop import LoopDevice
-from forestage.units import format_size, printable
+from forestage.units import format_size, make_printable
 
-TURN = 5.0  # seconds between two looks whether the job lives, while another one's copy goes on
-PLACES = 32  # directories looked at or copied at once for jobs of all users
-OF_USER = 16  # … of one user; and looked at by steps of one
-PLACE = 1.0  # seconds between two tries for a place
+LOCK_TIMEOUT = (
+    5.0  # seconds between two looks whether the job lives, while another one's copy goes on
+)
+MAX_AT_ONCE = 32  # directories looked at or copied at once for jobs of all users
+MAX_OF_USER = 16  # … of one user; and looked at by steps of one
+SLOT_INTERVAL = 1.0  # seconds between two tries for a place
 POLL = 0.25  # seconds between two looks of a step that waits
-LOOK = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
-WORKS_AT = 5.0  # seconds for a look where the job works
+SCAN_TIMEOUT = 60.0  # seconds for a step's look at all files; a file server that needs longer hangs
+WORK_DIR_TIMEOUT = 5.0  # seconds for a look where the job works
 GIVE_UP = 1.0  # seconds for the space lock, where a later step can do the same
 PROBE = 10.0  # seconds for the kernel to load a module
 
 
-def begin(call: ViewContext, request: Request) -> RequestOutcome:
+def start_in_prolog(call: ViewContext, request: Request) -> RequestOutcome:
     """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
-    wanted.note_tree(call.node, call.job, request.path, DirectoryCopyState("looking"))
-    _start(call.node, call.job, request.path)
-    return RequestOutcome("started", request=printable(request.path), via="hint")
+    wanted.record_directory_state(call.node, call.job, request.path, DirectoryCopyState("looking"))
+    _start_process(call.node, call.job, request.path)
+    return RequestOutcome("started", request=make_printable(request.path), via="hint")
 
 
-def _start(node: Node, job: Job, path: str) -> None:
+def _start_process(node: Node, job: Job, path: str) -> None:
     """Starts the process; that it looks is noted. Raises Failed, OSError."""
-    if agreement.asks_others(node):
-        agreement.prepare(node.cache, job.id)
+    if agreement.can_query_other_nodes(node):
+        agreement.make_scan_directory(node.cache, job.id)
     about = f"stager job={job.id}"
-    with holder.start_daemon(stager.STAGER, about, partial(_live, node, job, path)) as channel:
+    with holder.start_daemon(
+        stager.STAGER, about, partial(_run_process, node, job, path)
+    ) as channel:
         message = channel.recv(holder.START)
         if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
-            wanted.note_tree(
+            wanted.record_directory_state(
                 node, job, path, DirectoryCopyState("declined", reason="helper", detail=why)
             )
             raise Failed("helper", why)
 
 
-def _look_again(call: ViewContext, restart: int, path: str) -> None:
+def _rescan_if_more_groups(call: ViewContext, restart: int, path: str) -> None:
     """Has the process of a Prolog look once more, where the step has groups which that one had not.
 
     Once for all steps that have the same groups. Raises Failed, OSError.
     """
     node, job = call.node, msgspec.structs.replace(call.job, restart=restart, step=None)
-    if not _may_see_more(_state(node, job, path), job.user):
+    if not _may_see_more(_read_state(node, job, path), job.user):
         return
     with lock.held(node.cache.space_lock, GIVE_UP):
-        if not _may_see_more(_state(node, job, path), job.user):  # another step was faster
+        if not _may_see_more(_read_state(node, job, path), job.user):  # another step was faster
             return
-        wanted.note_trees(node, job, {path: DirectoryCopyState("looking")})
-    _start(node, job, path)
+        wanted.record_directory_states(node, job, {path: DirectoryCopyState("looking")})
+    _start_process(node, job, path)
 
 
 def _may_see_more(tree: DirectoryCopyState, user: User) -> bool:
@@ -102,47 +106,52 @@ def _may_see_more(tree: DirectoryCopyState, user: User) -> bool:
     return refused and not set(user.groups or ()) <= set(tree.groups)
 
 
-def show(call: ViewContext, request: Request) -> ForStep:
+def show_in_step(call: ViewContext, request: Request) -> StepView:
     """The line by which a step's tasks see the copy; none where it is not here, or is outdated.
 
     Raises Declined, Failed, OSError.
     """
     node, job, path, until = call.node, call.job, request.path, call.copy
-    noted = wanted.read(node.leases, job.id, job.user.uid)
-    _look_again(call, noted.restart, path)
-    tree = _state(node, job, path)
+    noted = wanted.read_job_data(node.leases, job.id, job.user.uid)
+    _rescan_if_more_groups(call, noted.restart, path)
+    tree = _read_state(node, job, path)
     while until is not None and tree.state in ("looking", "copying") and until.left():
-        if lock.is_free(_life(node, job.id, noted.restart, path)):
-            tree = _state(node, job, path)
+        if lock.is_free(_process_lock(node, job.id, noted.restart, path)):
+            tree = _read_state(node, job, path)
             if tree.state not in ("ready", "declined"):  # and so it stays
                 why = f"who brings {path} has been killed"
                 tree = DirectoryCopyState("declined", reason="helper", detail=why)
             break
-        call.progress(partial(_progress, node, path, tree, until))
+        call.progress(partial(_format_progress, node, path, tree, until))
         node.clock.sleep(min(POLL, until.left()))
-        tree = _state(node, job, path)
+        tree = _read_state(node, job, path)
     outcome = RequestOutcome(
-        "started", request=printable(request.path), via="hint", image=tree.path
+        "started", request=make_printable(request.path), via="hint", image=tree.path
     )
     entry = node.cache.read(tree.key) if tree.state == "ready" else None
     if entry is None or not node.cache.is_proven(tree.key):
-        agreement.decline(node, job, noted.restart, path)
+        agreement.announce_no_scan(node, job, noted.restart, path)
         if tree.state == "declined":
             raise Declined(tree.reason, tree.detail)
         return [], outcome
     digest = entry.identity.tree
-    until_seen = Deadline.after(min(LOOK, call.looks_end().left()), node.clock)
+    until_seen = Deadline.after(min(SCAN_TIMEOUT, call.looks_end().left()), node.clock)
     if tree.seconds > until_seen.left():  # by now, not when that is over
-        agreement.decline(node, job, noted.restart, path)
+        agreement.announce_no_scan(node, job, noted.restart, path)
         what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
-        raise manifest.too_slow(path, what)
+        raise manifest.make_too_slow_error(path, what)
     with contextlib.ExitStack() as place:
-        if not _may_look(node, job, place, until_seen):
-            agreement.decline(node, job, noted.restart, path)
-            raise Declined("deadline", f"{OF_USER} steps of this user look at directories already")
-        if agreement.now(node, job, noted.restart, path, digest, until_seen.left()) != digest:
+        if not _try_scan_slot(node, job, place, until_seen):
+            agreement.announce_no_scan(node, job, noted.restart, path)
+            raise Declined(
+                "deadline", f"{MAX_OF_USER} steps of this user look at directories already"
+            )
+        if (
+            agreement.digest_for_step(node, job, noted.restart, path, digest, until_seen.left())
+            != digest
+        ):
             raise Declined("changed", f"{path} has changed since the job began")
-    _must_not_hold(tree.path, job, call.looks_end())
+    _check_job_outside(tree.path, job, call.looks_end())
     call.must_not_be_bound(tree.path)
     copy = node.cache.image(tree.key)
     device, file = loop.attach_file(copy, read_only=True), loop.format_file_id(copy.stat())
@@ -153,7 +162,7 @@ def show(call: ViewContext, request: Request) -> ForStep:
     return [line], shown
 
 
-def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
+def _check_job_outside(directory: str, job: Job, end: Deadline) -> None:
     """Raises Declined where the job works in the directory: it would become read-only.
 
     Wherever links lead: the directory is resolved. Raises as_user.ChildTimeout.
@@ -165,13 +174,13 @@ def _must_not_hold(directory: str, job: Job, end: Deadline) -> None:
         own = [path for path in (home, job.work_dir) if path.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
 
-    found, _ = as_user.run_in_child(work, list[bytes], min(WORKS_AT, end.left()))
+    found, _ = as_user.run_in_child(work, list[bytes], min(WORK_DIR_TIMEOUT, end.left()))
     for own in map(os.fsdecode, found):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
 
 
-def _life(node: Node, job: int, restart: int, path: str) -> Path:
+def _process_lock(node: Node, job: int, restart: int, path: str) -> Path:
     """The lock that the process which brings a directory holds for its life.
 
     In a folder whose unused locks the sweep removes.
@@ -180,19 +189,19 @@ def _life(node: Node, job: int, restart: int, path: str) -> Path:
     return node.cache.locks / f"tree-{hashlib.sha256(words).hexdigest()[:32]}.lock"
 
 
-def _progress(node: Node, path: str, tree: DirectoryCopyState, until: Deadline) -> str:
+def _format_progress(node: Node, path: str, tree: DirectoryCopyState, until: Deadline) -> str:
     """For a user who waits: how far the directory is."""
     if tree.state == "looking":
-        return f"waiting for {printable(path)}, whose files are being looked at"
+        return f"waiting for {make_printable(path)}, whose files are being looked at"
     owner = node.cache.stager(tree.key)
     if owner is None:
-        return f"waiting for the copy of {printable(path)}, which is about to begin"
+        return f"waiting for the copy of {make_printable(path)}, which is about to begin"
     eta = CopyEstimate(node, owner.image, until)
     eta.hopeless()  # measures it
     return eta.progress()
 
 
-def let_go(cache: Cache, leases: LeaseDirectory, patience: float) -> None:
+def detach_unused_devices(cache: Cache, leases: LeaseDirectory, patience: float) -> None:
     """Detaches the devices of entries that no lease names. Raises Failed.
 
     `patience` is in seconds, for the space lock. Where a task is left that has one mounted, the
@@ -202,11 +211,11 @@ def let_go(cache: Cache, leases: LeaseDirectory, patience: float) -> None:
     with lock.held_if_writable(cache.space_lock, patience):
         used = leases.keys()
         for device in loop.list_attached_devices():
-            if _is_done_with(cache, device, used):
+            if _is_unused(cache, device, used):
                 loop.detach_device(device)
 
 
-def _is_done_with(cache: Cache, device: LoopDevice, used: frozenset[str]) -> bool:
+def _is_unused(cache: Cache, device: LoopDevice, used: frozenset[str]) -> bool:
     """Whether a device shows an entry that no lease names; one that was evicted has no name."""
     path = device.file.removesuffix(loop.DELETED)
     if not (device.is_of_cache(cache.real) and path.endswith("/image")):
@@ -219,90 +228,90 @@ def _is_done_with(cache: Cache, device: LoopDevice, used: frozenset[str]) -> boo
     return False
 
 
-def _live(node: Node, job: Job, path: str, hook: StartChannel) -> None:
+def _run_process(node: Node, job: Job, path: str, hook: StartChannel) -> None:
     """The whole life of the process that brings a directory."""
 
     def work(stop: threading.Event) -> None:
         hook.begin()
-        with lock.held(_life(node, job.id, job.restart, path), holder.START):
+        with lock.held(_process_lock(node, job.id, job.restart, path), holder.START):
             hook.send(StartReport("ready"))
             hook.close()
-            _note_end(node, job, path, stop)
+            _copy_and_record(node, job, path, stop)
 
     stager.run_until_stopped(work)
 
 
-def _note_end(node: Node, job: Job, path: str, stop: threading.Event) -> None:
+def _copy_and_record(node: Node, job: Job, path: str, stop: threading.Event) -> None:
     ended = DirectoryCopyState(
         "declined", reason="helper", detail="the process that brought it died"
     )
     try:
         with contextlib.ExitStack() as place:
-            _take_place(node, job, place)
-            ended = _bring(node, job, path, stop)
+            _wait_for_copy_slot(node, job, place)
+            ended = _scan_and_copy(node, job, path, stop)
     except (ForestageError, OSError) as error:
-        reason = error.reason if isinstance(error, Declined) else of_node(error).reason
+        reason = error.reason if isinstance(error, Declined) else classify_node_error(error).reason
         groups = tuple(job.user.groups or ()) if reason == "no-permission" else ()
         ended = DirectoryCopyState(
-            "declined", reason=reason, detail=printable(str(error)), groups=groups
+            "declined", reason=reason, detail=make_printable(str(error)), groups=groups
         )
-        line = f"reason={reason} detail={printable(str(error))!r}"
-        log.say(f"stager job={job.id} result=declined {line}", by_slurm=True)
+        line = f"reason={reason} detail={make_printable(str(error))!r}"
+        log.write_log_line(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:
-        wanted.note_tree(node, job, path, ended)
+        wanted.record_directory_state(node, job, path, ended)
 
 
-def _take_place(node: Node, job: Job, held: contextlib.ExitStack) -> None:
+def _wait_for_copy_slot(node: Node, job: Job, held: contextlib.ExitStack) -> None:
     """Waits until few others are at work: each has all names of its directory in root's memory.
 
     That counts for no job: 200,000 long names take 400 MiB. Raises Declined.
     """
-    for name, most in ((f"trees-{job.user.uid}", OF_USER), ("trees", PLACES)):
+    for name, most in ((f"trees-{job.user.uid}", MAX_OF_USER), ("trees", MAX_AT_ONCE)):
         while lock.acquire_slot(node.cache.locks, name, most, held) is None:
-            _must_be_wanted(node, job)
-            node.clock.sleep(PLACE)
+            _check_wanted(node, job)
+            node.clock.sleep(SLOT_INTERVAL)
 
 
-def _may_look(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline) -> bool:
+def _try_scan_slot(node: Node, job: Job, held: contextlib.ExitStack, until: Deadline) -> bool:
     """Waits until few other steps of this user look, for the same reason; False where it is late.
 
     Other users' looks are in nobody's way: a step waits.
     """
     with contextlib.suppress(OSError):  # of a disk that is read-only by now
         name = f"looks-{job.user.uid}"
-        while lock.acquire_slot(node.cache.locks, name, OF_USER, held) is None:
+        while lock.acquire_slot(node.cache.locks, name, MAX_OF_USER, held) is None:
             if not until.left():
                 return False
             node.clock.sleep(min(POLL, until.left()))
     return True
 
 
-def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryCopyState:
+def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryCopyState:
     """Looks at the directory, and sees to it that there is an entry. Raises Declined, OSError."""
     os.setgroups(as_user.list_group_ids(job.user))
     root, resolved = manifest.open_root(path, job.user)
-    _must_be_a_source(node, root, resolved)
+    _check_below_sources(node, root, resolved)
     max_files = node.config.data.max_files
     looked = node.clock.wall()
-    seen = agreement.at_start(node, job, path, root, resolved)
+    seen = agreement.scan_for_job_start(node, job, path, root, resolved)
     found = seen.manifest
-    _must_have_bytes(found)
-    _must_be_countable(node, found)
+    _check_has_bytes(found)
+    _check_size(node, found)
     key = found.digest[:32]
-    _lease(node, job, key)
+    _add_to_lease(node, job, key)
     ready = DirectoryCopyState("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
-    wanted.note_tree(node, job, path, DirectoryCopyState("copying", key, resolved))
-    _must_be_mountable()
+    wanted.record_directory_state(node, job, path, DirectoryCopyState("copying", key, resolved))
+    _check_erofs()
     with contextlib.ExitStack() as held:
-        _take_turn(node, job, key, held)
+        _wait_for_key_lock(node, job, key, held)
         # Nothing that takes much memory before: another job's copy may take hours.
         if node.cache.read(key) is not None and node.cache.is_proven(key):
             return ready
-        retry.must_be_due(node.cache, resolved, node.clock.wall())
-        acls = manifest.acls(root, found, job.user) if seen.acls is None else seen.acls
-        made = erofs.layout(found, acls)
+        retry.check_retry_due(node.cache, resolved, node.clock.wall())
+        acls = manifest.read_acls(root, found, job.user) if seen.acls is None else seen.acls
+        made = erofs.compute_layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
         lent = seen.lent and not node.cache.part_dir(key).exists()
         opened = open_tree.DirectorySource(
@@ -315,26 +324,26 @@ def _bring(node: Node, job: Job, path: str, stop: threading.Event) -> DirectoryC
         ended = stager.copy_and_report(task, stop)
     if ended.state == "failed":
         if ended.reason == "written":
-            retry.note(node.cache, resolved, ended.detail, node.clock.wall())
+            retry.record_refusal(node.cache, resolved, ended.detail, node.clock.wall())
         raise (Failed if ended.node_failed else Declined)(ended.reason, ended.detail)
     return ready
 
 
-def _take_turn(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
+def _wait_for_key_lock(node: Node, job: Job, key: str, held: contextlib.ExitStack) -> None:
     """Takes the key's lock; waits for another job's copy while this job lives. Raises Declined."""
     while True:
         with contextlib.suppress(lock.LockTimeout):
-            held.enter_context(lock.held_for_work(node.cache.key_lock(key), TURN))
+            held.enter_context(lock.held_for_work(node.cache.key_lock(key), LOCK_TIMEOUT))
             return
-        _must_be_wanted(node, job)
+        _check_wanted(node, job)
 
 
-def _must_be_wanted(node: Node, job: Job) -> None:
-    if not wanted.is_here(node, job):
+def _check_wanted(node: Node, job: Job) -> None:
+    if not wanted.is_still_wanted(node, job):
         raise Declined("stopped", "the job is over")
 
 
-def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
+def _check_below_sources(node: Node, root: int, resolved: str) -> None:
     sources = tuple(map(as_user.resolve_links, node.config.sources))
     if not image.is_below_any(resolved, sources):
         raise Declined(
@@ -352,7 +361,7 @@ def _must_be_a_source(node: Node, root: int, resolved: str) -> None:
         )
 
 
-def _must_have_bytes(found: DirectoryManifest) -> None:
+def _check_has_bytes(found: DirectoryManifest) -> None:
     """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
     if not found.bytes:
         links = sum(bool(file.link) for file in found.files)
@@ -360,7 +369,7 @@ def _must_have_bytes(found: DirectoryManifest) -> None:
         raise Declined("empty", what, "name the directory to which the links lead, too")
 
 
-def _must_be_countable(node: Node, found: DirectoryManifest) -> None:
+def _check_size(node: Node, found: DirectoryManifest) -> None:
     """Raises Declined for what is too large, before anything takes memory by its size."""
     # Each file begins at a block; names and inodes take the rest.
     size = found.bytes + erofs.BLOCK * len(found.files)
@@ -368,10 +377,10 @@ def _must_be_countable(node: Node, found: DirectoryManifest) -> None:
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
-    part.check_chunk_count(open_tree.image_of(found, size), node.config.chunk_of(size))
+    part.check_chunk_count(open_tree.make_source_image(found, size), node.config.chunk_of(size))
 
 
-def _must_be_mountable() -> None:
+def _check_erofs() -> None:
     """Raises Declined where the kernel has no EROFS, nor a module of it; Failed."""
     if "\terofs\n" not in Path("/proc/filesystems").read_text():
         ran = run.run_program(["modprobe", "erofs"], timeout=PROBE)
@@ -380,15 +389,15 @@ def _must_be_mountable() -> None:
             raise Declined("no-erofs", what)
 
 
-def _lease(node: Node, job: Job, key: str) -> None:
+def _add_to_lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises CopyStopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         lease = node.leases.read_own(job.id, job.user.uid)
-        if lease is None or not wanted.is_here(node, job):
+        if lease is None or not wanted.is_still_wanted(node, job):
             raise Declined("stopped", "the job is over")
         node.leases.write(lease.with_use(EntryUse(key)))
 
 
-def _state(node: Node, job: Job, path: str) -> DirectoryCopyState:
+def _read_state(node: Node, job: Job, path: str) -> DirectoryCopyState:
     nobody = DirectoryCopyState("declined", reason="helper", detail=f"nobody looks at {path}")
-    return wanted.read(node.leases, job.id, job.user.uid).trees.get(path, nobody)
+    return wanted.read_job_data(node.leases, job.id, job.user.uid).trees.get(path, nobody)

@@ -26,7 +26,7 @@ from forestage.system import records
 HEAD = "directory"
 
 
-def text_of(uid: int, lines: Iterable[LineFields]) -> str:
+def format_record(uid: int, lines: Iterable[LineFields]) -> str:
     """Return the record of a directory of this user's, which these lines show.
 
     Raises Failed where a field cannot be in a record, OSError.
@@ -37,7 +37,7 @@ def text_of(uid: int, lines: Iterable[LineFields]) -> str:
     return "".join(f"{line}\n" for line in (f"{HEAD} {DIRECTORY_FORMAT}", *map("\t".join, fields)))
 
 
-def is_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
+def is_write_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
     """Whether the job has another record of this format, or none. Raises OSError."""
     try:
         found = os.fsdecode(records.read_raw(leases.directory_record(job)))
@@ -46,7 +46,7 @@ def is_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
     return found != text and found.partition("\n")[0] == text.partition("\n")[0]
 
 
-def write(leases: LeaseDirectory, job: int, text: str) -> None:
+def write_record(leases: LeaseDirectory, job: int, text: str) -> None:
     """Write the job's record, if it has a lease. Under the space lock. Raises Failed, OSError."""
     if leases.read(job) is not None:
         records.write(leases.directory_record(job), os.fsencode(text))

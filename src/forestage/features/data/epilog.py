@@ -13,4 +13,4 @@ def after_lease_drop(end: EpilogFacts, cache: Cache) -> None:
     """Release the job's data. Raises Failed, OSError."""
     from forestage.features.data import release
 
-    release.of_job(cache, end.leases, end.job.id, end.patience)
+    release.release_job_data(cache, end.leases, end.job.id, end.patience)

@@ -55,7 +55,7 @@ class _InodeDraft:
     def __init__(self, file: ManifestEntry, acl: bytes) -> None:
         self.file = file
         self.children: list[tuple[bytes, int]] = []
-        self.acl = _acl(acl)
+        self.acl = _format_acl(acl)
         self.at = 0  # bytes from the first inode's block on
         self.block = 0
         self.names = 1  # of a directory it says that nobody counted
@@ -72,7 +72,7 @@ class _InodeDraft:
         return self.at // SLOT
 
 
-def layout(manifest: DirectoryManifest, acls: Mapping[bytes, bytes]) -> ErofsLayout:
+def compute_layout(manifest: DirectoryManifest, acls: Mapping[bytes, bytes]) -> ErofsLayout:
     """Where everything goes; `acls` by path. The same for the same manifest, on every node.
 
     Raises Declined for what is too large. What this takes of memory, names decide, not sizes.
@@ -92,7 +92,7 @@ def layout(manifest: DirectoryManifest, acls: Mapping[bytes, bytes]) -> ErofsLay
     for node in inodes.values():
         if node.file.is_dir:
             parent = nodes[where[node.file.path.rpartition(b"/")[0]]]
-            node.blocks = _directory(node, parent, nodes)
+            node.blocks = _format_directory(node, parent, nodes)
         elif node.file.link and not node.inline:
             node.blocks = [node.file.link]
         node.block = block
@@ -108,7 +108,7 @@ def layout(manifest: DirectoryManifest, acls: Mapping[bytes, bytes]) -> ErofsLay
     if block > MOST_BLOCKS:
         raise Declined("too-large", f"{manifest.path} has more than EROFS can hold, 16 TiB")
     digest = bytes.fromhex(manifest.digest)
-    made = _head(inodes.values(), head, block, digest)
+    made = _format_head(inodes.values(), head, block, digest)
     return ErofsLayout(made, block * BLOCK, tuple(starts), tuple(numbers))
 
 
@@ -125,7 +125,9 @@ def _place_inodes(nodes: Collection[_InodeDraft]) -> int:
     return end
 
 
-def _directory(node: _InodeDraft, above: _InodeDraft, nodes: Sequence[_InodeDraft]) -> list[bytes]:
+def _format_directory(
+    node: _InodeDraft, above: _InodeDraft, nodes: Sequence[_InodeDraft]
+) -> list[bytes]:
     """The blocks of a directory: entries, sorted by name, then their names."""
     named = [(name, nodes[number]) for name, number in node.children]
     blocks: list[bytes] = []
@@ -133,14 +135,14 @@ def _directory(node: _InodeDraft, above: _InodeDraft, nodes: Sequence[_InodeDraf
     room = BLOCK
     for name, child in sorted([*named, (b".", node), (b"..", above)], key=lambda one: one[0]):
         if len(name) + _DIRENT.size > room:
-            blocks.append(_dirents(batch).ljust(BLOCK, b"\0"))
+            blocks.append(_format_entries(batch).ljust(BLOCK, b"\0"))
             batch, room = [], BLOCK
         batch.append((name, child))
         room -= len(name) + _DIRENT.size
-    return [*blocks, _dirents(batch)]
+    return [*blocks, _format_entries(batch)]
 
 
-def _dirents(batch: Sequence[tuple[bytes, _InodeDraft]]) -> bytes:
+def _format_entries(batch: Sequence[tuple[bytes, _InodeDraft]]) -> bytes:
     at = _DIRENT.size * len(batch)
     entries = b""
     for name, child in batch:
@@ -150,7 +152,7 @@ def _dirents(batch: Sequence[tuple[bytes, _InodeDraft]]) -> bytes:
     return entries + b"".join(name for name, _ in batch)
 
 
-def _head(nodes: Collection[_InodeDraft], size: int, blocks: int, digest: bytes) -> bytes:
+def _format_head(nodes: Collection[_InodeDraft], size: int, blocks: int, digest: bytes) -> bytes:
     head = bytearray(size)
     _SUPER.pack_into(
         *(head, 1024),
@@ -161,7 +163,7 @@ def _head(nodes: Collection[_InodeDraft], size: int, blocks: int, digest: bytes)
         b"",
     )
     for node in nodes:
-        data = _inode(node) + node.acl + node.inline
+        data = _format_inode(node) + node.acl + node.inline
         at = BLOCK + node.at
         head[at : at + len(data)] = data
         for number, block in enumerate(node.blocks):
@@ -170,7 +172,7 @@ def _head(nodes: Collection[_InodeDraft], size: int, blocks: int, digest: bytes)
     return bytes(head)
 
 
-def _inode(node: _InodeDraft) -> bytes:
+def _format_inode(node: _InodeDraft) -> bytes:
     file = node.file
     seconds, ns = divmod(file.mtime_ns, 1_000_000_000)
     inline = bool(node.inline)
@@ -196,7 +198,7 @@ def _inode(node: _InodeDraft) -> bytes:
     )
 
 
-def _acl(acl: bytes) -> bytes:
+def _format_acl(acl: bytes) -> bytes:
     """An inode's attributes, if it has an ACL: 12 bytes of header, and the one entry."""
     if not acl:
         return b""

@@ -22,16 +22,16 @@ import msgspec
 
 from forestage.errors import Declined, Failed
 from forestage.features.data.manifest import ManifestEntry
-from forestage.features.data.user_threads import UserThreadPool, act_as
+from forestage.features.data.user_threads import UserThreadPool, set_thread_user
 from forestage.sources import source
 from forestage.sources.source import SourceTruncated, SourceUnreadable
 from forestage.system import child
 from forestage.system.as_user import User
-from forestage.units import printable
+from forestage.units import make_printable
 
-MOST = 4  # processes; an engine has so many threads, each with a request
-ROOM = 4 * 1024 * 1024  # bytes of the files of one request
-MANY = 1024  # files of one request: IOV_MAX, as their memory is filled by one call
+MAX_PROCESSES = 4  # processes; an engine has so many threads, each with a request
+MAX_REQUEST_BYTES = 4 * 1024 * 1024  # bytes of the files of one request
+MAX_REQUEST_PIECES = 1024  # files of one request: IOV_MAX, as their memory is filled by one call
 ANSWER = 64 * 1024  # bytes of the longest
 ENDS = 1.0  # seconds for the end of a killed process; one that the kernel holds is left behind
 
@@ -48,7 +48,7 @@ class OpenDirectory(msgspec.Struct, frozen=True):
 
     def name(self, file: ManifestEntry) -> str:
         """Return a file's path, for messages. Pure."""
-        return printable(os.path.join(self.path, os.fsdecode(file.path)))
+        return make_printable(os.path.join(self.path, os.fsdecode(file.path)))
 
 
 class FilePiece(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +86,7 @@ def open_unchanged(tree: OpenDirectory, file: ManifestEntry) -> int:
     return fd
 
 
-def read_into(
+def read_file_into(
     tree: OpenDirectory, file: ManifestEntry, fd: int, offset: int, want: memoryview
 ) -> None:
     """Fills `want` from an open file of the tree. Raises OSError, Declined, SourceTruncated."""
@@ -106,7 +106,9 @@ class FileReaderPool:
 
     def __init__(self, tree: OpenDirectory) -> None:
         self.tree = tree
-        self.all = [_ReaderProcess(tree) for _ in range(min(MOST, len(os.sched_getaffinity(0))))]
+        self.all = [
+            _ReaderProcess(tree) for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+        ]
         self._free: queue.SimpleQueue[_ReaderProcess] = queue.SimpleQueue()
         for one in self.all:
             self._free.put(one)
@@ -122,7 +124,7 @@ class FileReaderPool:
         finally:
             self._free.put(reader)
         if answer.problem:
-            raise _error(self.tree.name(pieces[answer.number].file), answer)
+            raise _make_error(self.tree.name(pieces[answer.number].file), answer)
 
     def close(self) -> None:
         """Ends the processes; none of them reads any more."""
@@ -135,14 +137,14 @@ class _ReaderProcess:
 
     def __init__(self, tree: OpenDirectory) -> None:
         self.memory = os.memfd_create("files")
-        os.truncate(self.memory, ROOM)
-        life = partial(_serve, tree=tree, memory=self.memory)
+        os.truncate(self.memory, MAX_REQUEST_BYTES)
+        life = partial(_run_reader, tree=tree, memory=self.memory)
         self.pid, self.line = child.fork_with_socket(life, lambda *_: None)
 
     def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
         """Has the process read, and takes what it has read. Raises Failed where it has died."""
         request = msgspec.msgpack.encode(pieces)
-        os.pwrite(self.memory, request, ROOM)
+        os.pwrite(self.memory, request, MAX_REQUEST_BYTES)
         try:
             self.line.send(b"%d" % len(request))
             said = self.line.recv(ANSWER)
@@ -170,19 +172,19 @@ class _ReaderProcess:
             os.waitpid(self.pid, os.WNOHANG)
 
 
-def _serve(line: socket.socket, tree: OpenDirectory, memory: int) -> None:
+def _run_reader(line: socket.socket, tree: OpenDirectory, memory: int) -> None:
     """All that such a process does, until its parent closes the line, or has ended."""
     child.close_descriptors_except({line.fileno(), tree.root, memory})
-    act_as(tree.user)
+    set_thread_user(tree.user)
     team = UserThreadPool(tree.user)
-    with mmap.mmap(memory, ROOM) as mapped, memoryview(mapped) as room:
+    with mmap.mmap(memory, MAX_REQUEST_BYTES) as mapped, memoryview(mapped) as room:
         while said := line.recv(32):
-            request = os.pread(memory, int(said), ROOM)
+            request = os.pread(memory, int(said), MAX_REQUEST_BYTES)
             pieces = msgspec.msgpack.decode(request, type=list[FilePiece])
-            line.send(msgspec.msgpack.encode(_fill(tree, team, pieces, room)))
+            line.send(msgspec.msgpack.encode(_read_into_memory(tree, team, pieces, room)))
 
 
-def _fill(
+def _read_into_memory(
     tree: OpenDirectory, team: UserThreadPool, pieces: Sequence[FilePiece], room: memoryview
 ) -> ReadResult:
     ends, end = [], 0
@@ -196,7 +198,7 @@ def _fill(
         try:
             fd = open_unchanged(tree, piece.file)
             try:
-                read_into(tree, piece.file, fd, piece.offset, want)
+                read_file_into(tree, piece.file, fd, piece.offset, want)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -214,7 +216,7 @@ def _fill(
 _READ = ReadResult()
 
 
-def _error(name: str, answer: ReadResult) -> Declined:
+def _make_error(name: str, answer: ReadResult) -> Declined:
     if answer.problem == "truncated":
         return SourceTruncated(name)
     if answer.problem == "written":

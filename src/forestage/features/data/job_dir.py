@@ -108,58 +108,58 @@ class JobDirMount(msgspec.Struct, frozen=True):
     line: LineFields
 
 
-def make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
+def make_job_dir(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     """Makes the job's directory of `size` bytes; one that this run of the job has already, stays.
 
-    For the Prolog, once the lease is noted. Raises Declined, also once it is `end`, Failed,
-    OSError.
+    For the Prolog, once the lease is noted. Raises Declined, also once it is `remove_job_dirs`,
+    Failed, OSError.
     """
     # First: a container that mounts it would not start if it were missing.
     _make_mount_point(node.places.job_dir)
     try:
-        _make(node, job, size, ram, end)
+        _make_unless_present(node, job, size, ram, end)
     except (Failed, as_user.ChildTimeout):
-        job_disk.within(0.0, end)  # what was waited for until then was cut short by it
+        job_disk.limit_to_deadline(0.0, end)  # what was waited for until then was cut short by it
         raise
 
 
-def _make(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
+def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     place = JobDirectory(node.cache.jobs / f"{job.id}.{job.restart}")
     wanted = JobDirRecord(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
-    for earlier in _of(node.cache, job.id):
+    for earlier in _list_dirs_of_job(node.cache, job.id):
         made = earlier.made()
         if earlier != place or made is None or not made.is_as(wanted):
-            _free(node.cache, earlier, end)
+            _remove_earlier_run(node.cache, earlier, end)
     disk_errors.check_no_doubt(node.places)
     if size < job_disk.SMALLEST:
         least = format_size(job_disk.SMALLEST)
         raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
-    most = size if ram else _most(node, size)
+    most = size if ram else _max_total_bytes(node, size)
     if place.made() is not None:
         return
-    job_disk.within(PATIENCE, end)
+    job_disk.limit_to_deadline(PATIENCE, end)
     node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
     place.directory.mkdir(mode=0o700)
     with contextlib.ExitStack() as on_error:
-        on_error.callback(lambda: _remove(node.cache, place, min(job_disk.END, end.left())))
+        on_error.callback(lambda: _remove_job_dir(node.cache, place, min(job_disk.END, end.left())))
         if ram:
             records.write(place.record, msgspec.json.encode(wanted))
             on_error.pop_all()
             return
         # One after the other: each must see the room that the one before has taken.
-        with lock.held(node.cache.locks / "jobs.lock", job_disk.within(PATIENCE, end)):
-            _must_fit(node, size, most)
-            _make_room(node, job, size, end)
-            job_disk.reserve(place.disk, size)
-        trace.point("job room")
-        device = job_disk.format_for(place.disk, job.user, place.directory, end)
-        over, patience = node.leases.over(job.id), job_disk.within(holder.START, end)
-        job_disk.hold(device, place.directory, over, patience)
+        with lock.held(node.cache.locks / "jobs.lock", job_disk.limit_to_deadline(PATIENCE, end)):
+            _check_fits(node, size, most)
+            _evict_for_job_dir(node, job, size, end)
+            job_disk.reserve_file(place.disk, size)
+        trace.reach_point("job room")
+        device = job_disk.format_ext4(place.disk, job.user, place.directory, end)
+        over, patience = node.leases.over(job.id), job_disk.limit_to_deadline(holder.START, end)
+        job_disk.start_holder(device, place.directory, over, patience)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
 
 
-def _most(node: Node, size: int) -> int:
+def _max_total_bytes(node: Node, size: int) -> int:
     """The bytes that the directories of all jobs may take together. Raises Declined, OSError."""
     disk = os.statvfs(node.cache.root)
     most = node.config.data.job_dir.of(disk.f_blocks * disk.f_frsize)
@@ -172,8 +172,8 @@ def _most(node: Node, size: int) -> int:
     return most
 
 
-def _must_fit(node: Node, size: int, most: int) -> None:
-    others = taken(node.cache).bytes
+def _check_fits(node: Node, size: int, most: int) -> None:
+    others = measure_disk_usage(node.cache).bytes
     if others + size > most:
         raise Declined(
             "no-room",
@@ -202,11 +202,11 @@ def _make_mount_point(target: Path) -> None:
         )  # else who lists it holds up each task
 
 
-def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
+def _evict_for_job_dir(node: Node, job: Job, size: int, end: Deadline) -> None:
     """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
     if not unpacked.has_free_bytes(node.cache, node.config, size):
-        patience = job_disk.within(PATIENCE, end)
-        has = _of_users(node.cache)
+        patience = job_disk.limit_to_deadline(PATIENCE, end)
+        has = _count_reserved_by_user(node.cache)
         evict.evict_for_job(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
     if not unpacked.has_free_bytes(node.cache, node.config, size):
         stays = unpacked.read_min_free(node.cache, node.config)
@@ -218,7 +218,7 @@ def _make_room(node: Node, job: Job, size: int, end: Deadline) -> None:
         )
 
 
-def find(node: Node, job: Job) -> JobDirectory | None:
+def find_job_dir(node: Node, job: Job) -> JobDirectory | None:
     """The directory that a running job has here, whole; None if it has none.
 
     In the cache that its lease names: `cache:` may be another by now. Raises Failed.
@@ -227,7 +227,7 @@ def find(node: Node, job: Job) -> JobDirectory | None:
     lease = node.leases.read_own(job.id, job.user.uid)
     cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
     start = lease.start if lease else 0
-    for place in _of(cache, job.id):
+    for place in _list_dirs_of_job(cache, job.id):
         made = place.made()
         is_own = made is not None and (made.uid, made.boot) == (job.user.uid, boot)
         if made is not None and is_own and (0 in (made.start, start) or made.start == start):
@@ -235,12 +235,12 @@ def find(node: Node, job: Job) -> JobDirectory | None:
     return None
 
 
-def shown(node: Node, job: Job) -> JobDirMount:
+def prepare_mount_for_step(node: Node, job: Job) -> JobDirMount:
     """The directory of a step's job. Raises Declined where it has none, Failed, OSError.
 
     `job_ram` makes one in memory for the first step.
     """
-    place = find(node, job)
+    place = find_job_dir(node, job)
     if place is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
     target = os.fspath(node.places.job_dir)
@@ -248,48 +248,52 @@ def shown(node: Node, job: Job) -> JobDirMount:
     if made is not None and made.ram:
         patience = Deadline.after(holder.START, node.clock)
         over = node.leases.over(job.id)
-        name = job_ram.mounted(place.directory, over, job.user, made.size, job.manager, patience)
+        name = job_ram.ensure_tmpfs_holder(
+            place.directory, over, job.user, made.size, job.manager, patience
+        )
         return JobDirMount(place, ("served", os.fspath(name), target, "root"))
     device = loop.attach_file(place.disk, read_only=False)
     file = loop.format_file_id(place.disk.stat())
     return JobDirMount(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
 
 
-def root_of(own: JobDirMount) -> int:
+def open_root(own: JobDirMount) -> int:
     """A descriptor of its root directory, for root, in a process of one thread.
 
     Raises Declined, OSError.
     """
     if own.line[0] == "served":
-        return job_ram.root_of(Path(own.line[1]))
+        return job_ram.open_root(Path(own.line[1]))
     return mounts.open_hidden_mount(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
 
 
-def end(cache: Cache, job: int) -> None:
+def remove_job_dirs(cache: Cache, job: int) -> None:
     """Removes what the job has here, at once and whatever it holds; may run again.
 
     For the Epilog, once the lease is dropped, and not under the space lock. Raises Failed, OSError.
     """
-    for place in _of(cache, job):
-        _remove(cache, place)
+    for place in _list_dirs_of_job(cache, job):
+        _remove_job_dir(cache, place)
 
 
-def leftover(cache: Cache, jobs: Container[int]) -> list[JobDirectory]:
+def list_leftovers(cache: Cache, jobs: Container[int]) -> list[JobDirectory]:
     """The directories of other jobs than these, of which leases are known. Raises OSError."""
-    return [place for place in _all(cache) if place.job not in jobs]
+    return [place for place in _list_job_dirs(cache) if place.job not in jobs]
 
 
-def sweep(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
+def remove_leftovers(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     """Removes what Epilogs left that were killed, or never ran; returns its names.
 
     Raises Failed, OSError.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        going = [_aside(cache, place) for place in leftover(cache, leases.jobs())]
+        going = [_move_aside(cache, place) for place in list_leftovers(cache, leases.jobs())]
     # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
     # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
     for directory in cache.evicted.glob("*.*.*"):
-        _let_go(_RemovedJobDir(directory.name, directory, files.lstat_or_none(directory / "disk")))
+        _release_devices(
+            _RemovedJobDir(directory.name, directory, files.lstat_or_none(directory / "disk"))
+        )
     cache.delete_evicted()
     # Also of an Epilog that was killed before it did so: a device keeps its file's room.
     facts = os.stat(cache.root)  # noqa: PTH116
@@ -300,28 +304,28 @@ def sweep(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     return tuple(gone.name for gone in going)
 
 
-def taken(cache: Cache) -> DiskUsage:
+def measure_disk_usage(cache: Cache) -> DiskUsage:
     """What the directories of jobs take of the disk. Raises OSError."""
-    disks = [found for place in _all(cache) if (found := files.lstat_or_none(place.disk))]
+    disks = [found for place in _list_job_dirs(cache) if (found := files.lstat_or_none(place.disk))]
     return DiskUsage(len(disks), sum(disk.st_blocks * 512 for disk in disks))
 
 
-def _of_users(cache: Cache) -> Counter[int]:
+def _count_reserved_by_user(cache: Cache) -> Counter[int]:
     """The bytes of the disk that each user's jobs have reserved, by uid."""
     found: Counter[int] = Counter()
-    for made in filter(None, (place.made() for place in _all(cache))):
+    for made in filter(None, (place.made() for place in _list_job_dirs(cache))):
         found[made.uid] += 0 if made.ram else made.size
     return found
 
 
-def _all(cache: Cache) -> list[JobDirectory]:
+def _list_job_dirs(cache: Cache) -> list[JobDirectory]:
     with contextlib.suppress(FileNotFoundError):
         return [JobDirectory(directory) for directory in sorted(cache.jobs.iterdir())]
     return []
 
 
-def _of(cache: Cache, job: int) -> list[JobDirectory]:
-    return [place for place in _all(cache) if place.job == job]
+def _list_dirs_of_job(cache: Cache, job: int) -> list[JobDirectory]:
+    return [place for place in _list_job_dirs(cache) if place.job == job]
 
 
 class _RemovedJobDir(msgspec.Struct, frozen=True):
@@ -332,39 +336,39 @@ class _RemovedJobDir(msgspec.Struct, frozen=True):
     disk: os.stat_result | None
 
 
-def _remove(cache: Cache, place: JobDirectory, patience: float = job_disk.END) -> None:
-    gone = _aside(cache, place)
-    trace.point("job aside")
-    _let_go(gone, patience)
-    trace.point("job detached")
+def _remove_job_dir(cache: Cache, place: JobDirectory, patience: float = job_disk.END) -> None:
+    gone = _move_aside(cache, place)
+    trace.reach_point("job aside")
+    _release_devices(gone, patience)
+    trace.reach_point("job detached")
     cache.delete_evicted()
 
 
-def _aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
+def _move_aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
     facts = files.lstat_or_none(place.disk)
     return _RemovedJobDir(place.directory.name, cache.move_aside(place.directory), facts)
 
 
-def _free(cache: Cache, earlier: JobDirectory, end: Deadline) -> None:
+def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> None:
     """Removes what an earlier run of the job left: this one has to have its room.
 
     What cannot be, the sweep removes.
     """
-    gone = _aside(cache, earlier)
+    gone = _move_aside(cache, earlier)
     with contextlib.suppress(Failed, OSError):
         until = Deadline.after(min(job_disk.END, end.left()), end.clock)
-        _let_go(gone, until.left())
+        _release_devices(gone, until.left())
         if gone.now is not None:
             cache.delete_evicted(gone.now)
         # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
         # one that a task still has mounted: that run may not have ended for all of its processes.
-        while gone.disk and job_disk.devices(gone.disk) and until.left():
+        while gone.disk and job_disk.list_devices(gone.disk) and until.left():
             end.clock.sleep(min(lock.POLL, until.left()))
 
 
-def _let_go(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
+def _release_devices(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
         holder.stop_daemon(gone.now, patience)
-    for device in job_disk.devices(gone.disk) if gone.disk else ():
+    for device in job_disk.list_devices(gone.disk) if gone.disk else ():
         loop.detach_device(device)

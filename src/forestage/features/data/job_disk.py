@@ -47,7 +47,7 @@ SMALLEST = 16 << 20  # bytes; of less, the file system itself takes too large a 
 BYTES_PER_FILE = 16384  # room for each inode: 65,536 files in 1 GiB
 FORMATTING = 120.0  # seconds; 200 GiB take 20 ms, a disk that hangs takes for ever
 PROCESS_NAME = "forestage-job"  # in ps(1)
-DISK = DaemonSpec(PROCESS_NAME)
+DISK_HOLDER_SPEC = DaemonSpec(PROCESS_NAME)
 END = 5.0  # seconds for the end of that process; nothing but room depends on it
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
 _GOINGDOWN = 0x8004587D  # linux/ext4.h, EXT4_IOC_SHUTDOWN
@@ -58,7 +58,7 @@ PREZEROED = "assume_storage_prezeroed=1"
 e2fsprogs 1.46.6."""
 
 
-def within(seconds: float, end: Deadline) -> float:
+def limit_to_deadline(seconds: float, end: Deadline) -> float:
     """So many seconds, or what is left of the Prolog's time. Raises Declined if none is."""
     left = end.left()
     if not left:
@@ -66,7 +66,7 @@ def within(seconds: float, end: Deadline) -> float:
     return min(seconds, left)
 
 
-def reserve(file: Path, size: int) -> None:
+def reserve_file(file: Path, size: int) -> None:
     """Makes the file and takes all of its space at once. Raises Declined, OSError."""
     with open_descriptor(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         try:
@@ -80,7 +80,7 @@ def reserve(file: Path, size: int) -> None:
             raise Declined("job-dir", f"the file system of {file.parent} reserves no room")
 
 
-def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
+def format_ext4(file: Path, user: User, point: Path, end: Deadline) -> str:
     """Makes a file system in the file whose root directory is the user's alone; returns its device.
 
     `point` is any directory, see mounts.open_hidden_mount. Raises Declined once it is `end`,
@@ -91,7 +91,7 @@ def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
     common += ["-O", "^has_journal"]
     for options in ([*extended, PREZEROED], extended):
         argv = [*common, "-E", ",".join(options), os.fspath(file)]
-        ran = run.run_program(argv, timeout=within(FORMATTING, end))
+        ran = run.run_program(argv, timeout=limit_to_deadline(FORMATTING, end))
         if ran.code == 0:
             break
     else:
@@ -106,11 +106,11 @@ def format_for(file: Path, user: User, point: Path, end: Deadline) -> str:
             os.rmdir("lost+found", dir_fd=root)
         return None, []
 
-    as_user.run_in_child(work, type(None), within(FORMATTING, end))
+    as_user.run_in_child(work, type(None), limit_to_deadline(FORMATTING, end))
     return device
 
 
-def devices(facts: os.stat_result) -> list[loop.LoopDevice]:
+def list_devices(facts: os.stat_result) -> list[loop.LoopDevice]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
     return [device for device in loop.list_attached_devices() if device.is_of(facts)]
 
@@ -156,17 +156,19 @@ class JobEndWatch(msgspec.Struct, frozen=True):
             os.rmdir(self.name, dir_fd=self.jobs)
 
 
-def hold(device: str, place: Path, over: Path, patience: float = holder.START) -> None:
+def start_holder(device: str, place: Path, over: Path, patience: float = holder.START) -> None:
     """Starts the process that holds this device's file system; `place` is the job's directory.
 
     `over` is there once the job has ended without an Epilog's work. Waits up to `patience` seconds
     for it.
     """
     about = f"holder job={place.name}"
-    holder.start_daemon(DISK, about, partial(_hold, device, place, over), patience).close()
+    holder.start_daemon(
+        DISK_HOLDER_SPEC, about, partial(_run_holder, device, place, over), patience
+    ).close()
 
 
-def _hold(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
+def _run_holder(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
     end = JobEndWatch.open(over, place)
     held = holder.lock_pid_file(end.place)
     root = mounts.open_hidden_mount(device, KIND, os.fspath(place))

@@ -34,10 +34,12 @@ from forestage.units import format_size
 MOUNT = "/run/mount"  # in the hidden namespace
 BYTES_PER_FILE = 16384  # as on a disk: the kernel's memory for a file is the job's too
 LOOK = 5.0  # seconds between two looks at whether the directory is deleted
-RAM = DaemonSpec(job_disk.PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
+RAM_HOLDER_SPEC = DaemonSpec(job_disk.PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
 
 
-def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: Deadline) -> Path:
+def ensure_tmpfs_holder(
+    directory: Path, over: Path, user: User, size: int, step: int, end: Deadline
+) -> Path:
     """Returns the socket of the tmpfs's holder, which the first step of a job starts.
 
     `over` is as in job_disk.py. `step` is the pid of the step's manager, in whose job's memory it
@@ -49,16 +51,18 @@ def mounted(directory: Path, over: Path, user: User, size: int, step: int, end: 
             if child.is_in_job_namespace():  # it would end with the step
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
-            _must_fit(size, step)
-            live = partial(_live, directory, over, user, size)
-            with holder.start_daemon(RAM, f"holder job={directory.name}", live) as channel:
+            _check_memory_limit(size, step)
+            live = partial(_run_holder, directory, over, user, size)
+            with holder.start_daemon(
+                RAM_HOLDER_SPEC, f"holder job={directory.name}", live
+            ) as channel:
                 channel.await_ready(holder.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
     return directory / "mount"
 
 
-def root_of(name: Path) -> int:
+def open_root(name: Path) -> int:
     """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
     clone = holder.fetch_mount_clone(name, "job-dir")
     try:
@@ -67,14 +71,14 @@ def root_of(name: Path) -> int:
         os.close(clone)
 
 
-def _must_fit(size: int, step: int) -> None:
+def _check_memory_limit(size: int, step: int) -> None:
     """Raises Declined where the job may not have so much memory.
 
     Where Slurm limits none, nobody but the job keeps it from taking all: half of what is available.
     """
     limit = child.read_job_memory_limit(step)
     if limit is None:
-        most, whose = _available() // 2, "half of what this node has available"
+        most, whose = _read_available_bytes() // 2, "half of what this node has available"
     else:
         most, whose = limit, "this job's memory"
     if size > most:
@@ -85,13 +89,13 @@ def _must_fit(size: int, step: int) -> None:
         )
 
 
-def _available() -> int:
+def _read_available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("MemAvailable:")]
     return int(line.split()[1]) << 10
 
 
-def _live(directory: Path, over: Path, user: User, size: int, hook: StartChannel) -> None:
+def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartChannel) -> None:
     """The whole life of the holder: SIGTERM ends it, and so does its own look.
 
     It gives clones to those who ask, until the job's directory is deleted, or has to be.

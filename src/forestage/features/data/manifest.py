@@ -23,19 +23,19 @@ import msgspec
 from forestage.cache import image
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.features.data.user_threads import UserThreadPool, each_as
+from forestage.features.data.user_threads import UserThreadPool, map_as_user
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.file_systems import is_probably_sparse
 from forestage.system.files import Statx, open_descriptor, read_fresh_stat
-from forestage.units import is_utf8, printable
+from forestage.units import is_utf8, make_printable
 
-LAYOUT = (
+LAYOUT_VERSION = (
     b"1"  # changes with what features/data/erofs.py makes of a manifest: peers give parts of it
 )
-AT_ONCE = 64  # names of one turn: some FUSE let only one thread into a directory at a time
+NAMES_PER_TURN = 64  # names of one turn: some FUSE let only one thread into a directory at a time
 _NAME_MAX, _PATH_MAX = 255, 4096  # limits.h
-NAMED = 10  # names that cannot be copied which are told, of all
+MAX_NAMES_TOLD = 10  # names that cannot be copied which are told, of all
 NAMED_CHARACTERS = 160  # of each, with why not
 SAMPLE = 64  # files that a node looks at which has another node's manifest
 MOST_ACLS = 64 * 1024 * 1024  # bytes of all of them
@@ -91,7 +91,7 @@ class DirectoryManifest(msgspec.Struct, frozen=True, omit_defaults=True):
         Blocks do not count: a disk gives and takes them when it likes.
         """
         counted = msgspec.structs.replace(self, sparse=())
-        return hashlib.sha256(LAYOUT + msgspec.msgpack.encode(counted)).hexdigest()
+        return hashlib.sha256(LAYOUT_VERSION + msgspec.msgpack.encode(counted)).hexdigest()
 
     @property
     def bytes(self) -> int:
@@ -115,11 +115,11 @@ class DirectoryManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def open_root(path: str, user: User) -> tuple[int, str]:
     """The directory, opened as the user, and its resolved path. Raises Declined."""
-    (found,) = each_as(user, [path], functools.partial(_open_root, user))
+    (found,) = map_as_user(user, [path], functools.partial(_open_root_as_user, user))
     return found
 
 
-def _open_root(user: User, path: str) -> tuple[int, str]:
+def _open_root_as_user(user: User, path: str) -> tuple[int, str]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except NotADirectoryError:
@@ -143,7 +143,7 @@ def _open_root(user: User, path: str) -> tuple[int, str]:
     return fd, resolved
 
 
-def take(
+def scan_directory(
     root: int, path: str, user: User, max_files: int, end: Deadline | None = None
 ) -> DirectoryManifest:
     """Looks at all below the open directory, until `end` at most. Raises Declined.
@@ -153,18 +153,18 @@ def take(
     """
     disk = os.fstat(root).st_dev
     try:
-        found = [_top(root, disk, user)]
+        found = [_stat_root(root, disk, user)]
     except OSError as error:
-        raise image.declined_by_open_error(error, printable(path), user) from None
+        raise image.declined_by_open_error(error, make_printable(path), user) from None
     bound = _ScanLimits(path, max_files, user)
 
     def look(todo: _ScanTask) -> list[_ScanTask]:
         if end is not None and not end.left():  # a source that hangs never comes here
-            raise too_slow(path, f"more than {bound.files} files")
+            raise make_too_slow_error(path, f"more than {bound.files} files")
         try:
-            files, more = _look_into(root, todo, disk, user, bound)
+            files, more = _run_scan_task(root, todo, disk, user, bound)
         except OSError as error:
-            raise _declined_below(error, path, todo.directory, user) from None
+            raise _make_error_below(error, path, todo.directory, user) from None
         found.extend(files)
         return [*more, *(_ScanTask(file.path) for file in files if file.is_dir)]
 
@@ -213,7 +213,7 @@ def _find_links(
         return found
 
     # In one thread: the kernel has just seen these names, and asks no server for a handle.
-    (pairs,) = each_as(user, [several], read)
+    (pairs,) = map_as_user(user, [several], read)
     known = dict(pairs)
     first: dict[tuple[ManifestEntry, bytes], int] = {}
     links = []
@@ -224,7 +224,7 @@ def _find_links(
     return tuple(sorted(links))
 
 
-def must_be_sound(found: DirectoryManifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
+def check_manifest(found: DirectoryManifest, acls: Mapping[bytes, bytes], max_files: int) -> None:
     """Pure: raises Declined for what no look finds.
 
     Of another node's manifest root makes what the kernel parses: nothing in it is believed.
@@ -254,17 +254,19 @@ def must_be_sound(found: DirectoryManifest, acls: Mapping[bytes, bytes], max_fil
     names = sum(len(file.path) + len(file.link) for file in found.files)
     if not 0 < len(found.files) <= max_files or names > max_files * NAME_BYTES:
         raise Declined("bad-look", "another node's manifest has too many files")
-    if not _are_links(found, acls):
+    if not _are_valid_links(found, acls):
         raise Declined("bad-look", "another node's manifest has names of one file that are not")
     numbers = found.sparse
-    if sorted(set(numbers)) != list(numbers) or not all(_is_file(found, at) for at in numbers):
+    if sorted(set(numbers)) != list(numbers) or not all(
+        _is_file_number(found, at) for at in numbers
+    ):
         raise Declined("bad-look", "another node's manifest has holes in what is no file")
     for path, acl in acls.items():
         if kinds.get(path, stat.S_IFLNK) == stat.S_IFLNK or not _is_acl(acl):
             raise Declined("bad-look", f"another node's manifest has an ACL of {path!r}")
 
 
-def _are_links(found: DirectoryManifest, acls: Mapping[bytes, bytes]) -> bool:
+def _are_valid_links(found: DirectoryManifest, acls: Mapping[bytes, bytes]) -> bool:
     """Return whether each further name comes after its first one and is as that is. Pure."""
     files, numbers = found.files, [number for number, _ in found.links]
     further = set(numbers)
@@ -278,7 +280,7 @@ def _are_links(found: DirectoryManifest, acls: Mapping[bytes, bytes]) -> bool:
     )
 
 
-def _is_file(found: DirectoryManifest, number: int) -> bool:
+def _is_file_number(found: DirectoryManifest, number: int) -> bool:
     return 0 <= number < len(found.files) and found.files[number].is_file
 
 
@@ -287,31 +289,31 @@ def _is_acl(acl: bytes) -> bool:
     return 4 < len(acl) <= MOST_ACL and len(acl) % 8 == 4 and acl[:4] == b"\2\0\0\0"
 
 
-def sample(found: DirectoryManifest) -> list[ManifestEntry]:
+def sample_files(found: DirectoryManifest) -> list[ManifestEntry]:
     """Some files that nobody could have foreseen, and the directory itself."""
     rest = found.files[1:]
     drawn = random.SystemRandom().sample(rest, min(len(rest), SAMPLE))
     return [found.files[0], *drawn]
 
 
-def _top(root: int, disk: int, user: User) -> ManifestEntry:
+def _stat_root(root: int, disk: int, user: User) -> ManifestEntry:
     """The directory itself, asked for as the user: its names count as of now. Raises OSError."""
-    (found,) = each_as(user, [root], lambda fd: _file(b"", read_fresh_stat(fd, disk)))
+    (found,) = map_as_user(user, [root], lambda fd: _make_entry(b"", read_fresh_stat(fd, disk)))
     return found
 
 
-def still(root: int, files: Sequence[ManifestEntry], user: User) -> bool:
+def are_files_unchanged(root: int, files: Sequence[ManifestEntry], user: User) -> bool:
     """Whether these are what they were, and this user may read them. Raises Declined, OSError."""
     disk = os.fstat(root).st_dev
     bound = _ScanLimits("", len(files), user)
 
     def is_same(file: ManifestEntry) -> bool:
-        return _look(root, file.path, file.path, disk, user, bound) == file
+        return _inspect_name(root, file.path, file.path, disk, user, bound) == file
 
-    top = _top(root, disk, user)
+    top = _stat_root(root, disk, user)
     if any(file != top for file in files if not file.path):
         return False
-    return all(each_as(user, [file for file in files if file.path], is_same))
+    return all(map_as_user(user, [file for file in files if file.path], is_same))
 
 
 class _ScanTask(NamedTuple):
@@ -342,14 +344,16 @@ class _ScanLimits:
         """Note a name for which the tree cannot be copied."""
         with self.lock:
             self.refusals += 1
-            self.refused = sorted([*self.refused, (path, error)], key=lambda one: one[0])[:NAMED]
+            self.refused = sorted([*self.refused, (path, error)], key=lambda one: one[0])[
+                :MAX_NAMES_TOLD
+            ]
 
     def must_hold_no_refused(self) -> None:
         """Raise Declined for all names that cannot be copied: their user wants to mend them all."""
         if not self.refused:
             return
-        reason, top = self.refused[0][1].reason, printable(self.path)
-        named = [_end(error.what) for _, error in self.refused]
+        reason, top = self.refused[0][1].reason, make_printable(self.path)
+        named = [_shorten_start(error.what) for _, error in self.refused]
         who = f" (looked at as {self.user})" if reason == "no-permission" else ""
         if self.refusals == 1:
             hint = "move it away, or name a directory without it"
@@ -365,18 +369,20 @@ class _ScanLimits:
             self.files += files
             self.room -= size
         if self.files > self.max_files:
-            raise _too_many(self.path, f"has more than {self.max_files} files")
+            raise _make_too_many_error(self.path, f"has more than {self.max_files} files")
         if self.room < 0:
-            raise _too_many(self.path, f"has names of more than {NAME_BYTES} bytes for each file")
+            raise _make_too_many_error(
+                self.path, f"has names of more than {NAME_BYTES} bytes for each file"
+            )
 
 
-def _end(text: str) -> str:
+def _shorten_start(text: str) -> str:
     """Return the end of a sentence that begins with a path of any length. Pure."""
     short = text if len(text) <= NAMED_CHARACTERS else f"…{text[-NAMED_CHARACTERS:]}"
-    return printable(short)
+    return make_printable(short)
 
 
-def too_slow(path: str, what: str) -> Declined:
+def make_too_slow_error(path: str, what: str) -> Declined:
     """Pure: there are more files than can be looked at in the time that there is."""
     hint = (
         "make one file of it: `forestage pack`, copy it once for the job: `stage=DIR/@job`, or have"
@@ -386,12 +392,12 @@ def too_slow(path: str, what: str) -> Declined:
     return Declined("too-many-files", detail, hint)
 
 
-def _too_many(path: str, what: str) -> Declined:
+def _make_too_many_error(path: str, what: str) -> Declined:
     hint = "make one of it: `forestage pack`, or the admin raises `data: max_files:`"
     return Declined("too-many-files", f"{path} {what}", hint)
 
 
-def acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes, bytes]:
+def read_acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes, bytes]:
     """The raw access ACLs of the files that have one, by path. Raises Declined.
 
     They are no part of the manifest, as a look at a file does not show them: who changes an ACL
@@ -408,7 +414,7 @@ def acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes, byte
         except OSError as error:
             # Not for all at once: of a union of file systems some may have ACLs.
             if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                raise _declined_below(error, manifest.path, file.path, user) from None
+                raise _make_error_below(error, manifest.path, file.path, user) from None
             return None
         with lock:
             all_bytes += len(acl)
@@ -417,11 +423,11 @@ def acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes, byte
         return acl
 
     files = [file for file in manifest.files if not stat.S_ISLNK(file.mode)]
-    found = zip(files, each_as(user, files, of), strict=True)
+    found = zip(files, map_as_user(user, files, of), strict=True)
     return {file.path: acl for file, acl in found if acl is not None}
 
 
-def _look_into(
+def _run_scan_task(
     root: int, todo: _ScanTask, disk: int, user: User, bound: _ScanLimits
 ) -> tuple[list[ManifestEntry], list[_ScanTask]]:
     """What is in one directory, or what is still to be looked at where there is much of it.
@@ -432,45 +438,49 @@ def _look_into(
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     directory = todo.directory
     with open_descriptor(directory or b".", flags, dir_fd=root) as fd:
-        some = [todo.names] if todo.names else list(_names(fd, len(directory) + 1, bound))
+        some = [todo.names] if todo.names else list(_list_names(fd, len(directory) + 1, bound))
         if len(some) > 1:
             return [], [_ScanTask(directory, names) for names in some]
         names = some[0] if some else ()
         files = []
         for name in names:
             try:
-                files.append(_look(fd, os.path.join(directory, name), name, disk, user, bound))
+                files.append(
+                    _inspect_name(fd, os.path.join(directory, name), name, disk, user, bound)
+                )
             except Declined as error:
                 bound.refuse(os.path.join(directory, name), error)
             except OSError as error:
                 below = os.path.join(directory, name)
-                raise _declined_below(error, bound.path, below, user) from None
+                raise _make_error_below(error, bound.path, below, user) from None
     bound.add(0, sum(len(file.link) for file in files))
     return files, []
 
 
-def _declined_below(error: OSError, path: str, name: bytes, user: User) -> Declined:
+def _make_error_below(error: OSError, path: str, name: bytes, user: User) -> Declined:
     """Return what an error of a name below the directory `path` means. Pure.
 
     A name was listed a moment ago, so one that is not there was removed since.
     """
-    shown = printable(os.fsdecode(name))
+    shown = make_printable(os.fsdecode(name))
     if name and error.errno in _GONE:
-        what = f"{printable(path)} changed while it was looked at: {shown} is not there any more"
+        what = (
+            f"{make_printable(path)} changed while it was looked at: {shown} is not there any more"
+        )
         return Declined("changed", what)
-    return image.declined_by_open_error(error, os.path.join(printable(path), shown), user)
+    return image.declined_by_open_error(error, os.path.join(make_printable(path), shown), user)
 
 
-def _names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...]]:
+def _list_names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...]]:
     """The names in a directory, some at a time; `above` bytes go before each of them."""
     with os.scandir(fd) as listed:
         names = (os.fsencode(entry.name) for entry in listed)
-        while some := tuple(islice(names, AT_ONCE)):
+        while some := tuple(islice(names, NAMES_PER_TURN)):
             bound.add(len(some), sum(above + len(name) for name in some))
             yield some
 
 
-def _look(
+def _inspect_name(
     fd: int, path: bytes, name: bytes, disk: int, user: User, bound: _ScanLimits
 ) -> ManifestEntry:
     facts = read_fresh_stat(fd, disk, name)
@@ -481,23 +491,23 @@ def _look(
     if facts.st_dev != disk:
         raise Declined("odd-file", f"{shown} is another file system")
     if kind == stat.S_IFLNK:
-        return _file(path, facts, os.readlink(name, dir_fd=fd))
+        return _make_entry(path, facts, os.readlink(name, dir_fd=fd))
     wanted = _R_OK if kind == stat.S_IFREG else _R_OK | _X_OK
-    if not _grants(facts, wanted, user) and not _may(fd, name, wanted):
+    if not _owner_may(facts, wanted, user) and not _kernel_allows(fd, name, wanted):
         raise Declined("no-permission", f"{shown} is not readable by this user")
     if kind == stat.S_IFREG and is_probably_sparse(facts.st_size, facts.st_blocks):
         bound.sparse.add(path)
     if kind == stat.S_IFREG and facts.st_nlink > 1:
         bound.linked.add(path)
-    return _file(path, facts)
+    return _make_entry(path, facts)
 
 
-def _grants(facts: os.stat_result | Statx, wanted: int, user: User) -> bool:
+def _owner_may(facts: os.stat_result | Statx, wanted: int, user: User) -> bool:
     """Whether the owner's own bits say yes: no ACL takes that away."""
     return facts.st_uid == user.uid and (facts.st_mode >> 6) & wanted == wanted
 
 
-def _may(fd: int, name: bytes, wanted: int) -> bool:
+def _kernel_allows(fd: int, name: bytes, wanted: int) -> bool:
     """Asks the kernel, for this thread's ids. glibc's own looked at mode bits before 2.33."""
     done = _libc.syscall(_SYS_FACCESSAT2, fd, name, wanted, _AT_EACCESS)
     if done == 0 or ctypes.get_errno() != errno.ENOSYS:
@@ -510,7 +520,7 @@ def _may(fd: int, name: bytes, wanted: int) -> bool:
     return True
 
 
-def _file(path: bytes, facts: os.stat_result | Statx, link: bytes = b"") -> ManifestEntry:
+def _make_entry(path: bytes, facts: os.stat_result | Statx, link: bytes = b"") -> ManifestEntry:
     return ManifestEntry(
         path,
         facts.st_mode,

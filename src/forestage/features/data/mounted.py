@@ -21,14 +21,14 @@ from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.events import WHOLE_RESULTS, RequestOutcome
 from forestage.features.data import serving
-from forestage.features.data.wanted import ForStep, ViewContext
+from forestage.features.data.wanted import StepView, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import LineFields
 from forestage.sources import opening
 from forestage.system import as_user
 from forestage.system.mounts import is_below
-from forestage.units import is_utf8, printable
+from forestage.units import is_utf8, make_printable
 
 SYSTEM = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/run"),
@@ -36,7 +36,7 @@ SYSTEM = (
 )
 """Whatever the admin has in `mount_roots`."""
 
-LOOK = 5.0  # seconds for a look at the mount point
+INSPECT_TIMEOUT = 5.0  # seconds for a look at the mount point
 
 
 class JobMountPoint(msgspec.Struct, frozen=True):
@@ -69,19 +69,19 @@ class _MountPointFacts(msgspec.Struct, frozen=True):
     """Whether the root above a missing one is empty, and root's own."""
 
 
-def begin(call: ViewContext, request: Request) -> RequestOutcome:
+def start_in_prolog(call: ViewContext, request: Request) -> RequestOutcome:
     """Has the file copied, for the Prolog, unless it will not be mounted: the step looks closer."""
-    must_be_allowed(request.at, ())
+    check_mount_allowed(request.at, ())
     return call.stage(request, call.end).outcome
 
 
-def show(call: ViewContext, request: Request) -> ForStep:
+def show_in_step(call: ViewContext, request: Request) -> StepView:
     """Has the file served for this step; returns what the companion is to mount.
 
     Raises Declined, Failed, OSError.
     """
     node, job, end = call.node, call.job, call.looks_end()
-    place = _place(node, job, request.at, end)
+    place = _resolve_mount_point(node, job, request.at, end)
     try:
         call.must_not_be_bound(place.path)
     except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
@@ -95,17 +95,17 @@ def show(call: ViewContext, request: Request) -> ForStep:
         elif found is not None and is_here:
             content.entry = node.cache.image(found.key)
         else:
-            found, content.line = _open_shared(node, job, request.path, end)
-        name = serving.start(node.places.served, job, found.identity.inode, content)
+            found, content.line = _open_as_user(node, job, request.path, end)
+        name = serving.start_server(node.places.served, job, found.identity.inode, content)
     outcome = msgspec.structs.replace(
         staged.outcome,
-        request=printable(f"{request.path}@{request.at}"),
+        request=make_printable(f"{request.path}@{request.at}"),
         redirect="none" if content.line else "spank",
     )
     return place.lines(str(name)), outcome
 
 
-def _open_shared(
+def _open_as_user(
     node: Node, job: Job, path: str, end: Deadline
 ) -> tuple[SourceImage, socket.socket]:
     """The user's own file, opened as them beneath our redirects."""
@@ -118,11 +118,11 @@ def _open_shared(
         raise declined_by_open_error(error, path, job.user) from None
     if facts.image is None:
         line.close()
-        raise Declined("not-a-file", f"{printable(path)} is not a regular file")
+        raise Declined("not-a-file", f"{make_printable(path)} is not a regular file")
     return facts.image, line
 
 
-def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
+def _resolve_mount_point(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
     """Where the mount point `at` leads, looked at as the job's user. Raises Declined, OSError."""
     roots = node.config.data.mount_roots
     known = [name for name in (job.work_dir, job.home) if name.startswith("/")]
@@ -139,7 +139,9 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
         try:
             fd = os.open(resolved, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
-            return msgspec.structs.replace(seen, room=_is_room(_root_of(resolved, above))), []
+            return msgspec.structs.replace(
+                seen, room=_can_hold_mount_points(_find_mount_root(resolved, above))
+            ), []
         facts = os.fstat(fd)
         theirs = os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
         # As fusermount has it: of a directory that all may write to, theirs is what they made.
@@ -147,14 +149,16 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
         os.close(fd)
         return msgspec.structs.replace(seen, inode=facts.st_ino, theirs=theirs), []
 
-    must_be_allowed(os.path.normpath(at), ())
+    check_mount_allowed(os.path.normpath(at), ())
     try:
-        seen = as_user.run_in_child(look, _MountPointFacts, min(LOOK, end.left()))[0]
+        seen = as_user.run_in_child(look, _MountPointFacts, min(INSPECT_TIMEOUT, end.left()))[0]
     except OSError as error:
-        raise Declined("no-mount", f"{printable(at)}: {os.strerror(error.errno or 0)}") from None
+        raise Declined(
+            "no-mount", f"{make_printable(at)}: {os.strerror(error.errno or 0)}"
+        ) from None
     path, above = os.fsdecode(seen.path), tuple(map(os.fsdecode, seen.roots))
-    must_be_allowed(path, (*map(os.fsdecode, seen.needed), node.cache.real))
-    root = _root_of(path, above)
+    check_mount_allowed(path, (*map(os.fsdecode, seen.needed), node.cache.real))
+    root = _find_mount_root(path, above)
     if seen.inode:
         if not (seen.theirs or root):
             raise Declined(
@@ -172,29 +176,29 @@ def _place(node: Node, job: Job, at: str, end: Deadline) -> JobMountPoint:
     return JobMountPoint(path, 0, root)
 
 
-def must_be_allowed(path: str, needed: Sequence[str]) -> None:
+def check_mount_allowed(path: str, needed: Sequence[str]) -> None:
     """Pure: raises Declined where no job may mount at the resolved `path`.
 
     `needed` are resolved directories that a step must go on seeing.
     """
     if not path.startswith("/") or any(ord(char) < 32 or ord(char) == 127 for char in path):
-        raise Declined("no-mount", f"{printable(path)} is no absolute path")
+        raise Declined("no-mount", f"{make_printable(path)} is no absolute path")
     if not is_utf8(path):
-        raise Declined("no-mount", f"{printable(path)} is not UTF-8")
+        raise Declined("no-mount", f"{make_printable(path)} is not UTF-8")
     for directory in SYSTEM:
         if is_below(path, directory) or is_below(directory, path):
             raise Declined("no-mount", f"{path}: nothing may be mounted over {directory}")
     for directory in needed:
         if is_below(directory, path):
-            raise Declined("no-mount", f"{path} would hide {printable(directory)}")
+            raise Declined("no-mount", f"{path} would hide {make_printable(directory)}")
 
 
-def _root_of(path: str, roots: Sequence[str]) -> str:
+def _find_mount_root(path: str, roots: Sequence[str]) -> str:
     """Pure: the directory of `mount_roots` that a path lies below; "" for none."""
     return next((root for root in roots if root != path and is_below(path, root)), "")
 
 
-def _is_room(root: str) -> bool:
+def _can_hold_mount_points(root: str) -> bool:
     """Whether a tmpfs may lie over this directory, with mount points in it: it would hide all."""
     if not root:
         return False

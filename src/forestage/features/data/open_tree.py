@@ -17,8 +17,8 @@ from forestage.clock import Clock
 from forestage.features.data import agreement, file_readers, manifest, user_threads
 from forestage.features.data.erofs import ErofsLayout
 from forestage.features.data.file_readers import (
-    MANY,
-    ROOM,
+    MAX_REQUEST_BYTES,
+    MAX_REQUEST_PIECES,
     FilePiece,
     FileReaderPool,
     OpenDirectory,
@@ -32,7 +32,7 @@ SMALL = 256 * 1024  # bytes of a piece of a file, up to which its process costs 
 ROOTS_OWN = AccessRights(0, 0, stat.S_IRUSR | stat.S_IWUSR)  # the rights are in the image
 
 
-def image_of(found: DirectoryManifest, size: int) -> SourceImage:
+def make_source_image(found: DirectoryManifest, size: int) -> SourceImage:
     """Pure: the image of this directory, of so many bytes."""
     top = found.files[0]
     identity = FileIdentity(
@@ -85,7 +85,7 @@ class DirectorySource:
 
     @property
     def image(self) -> SourceImage:
-        return image_of(self.found, self.made.size)
+        return make_source_image(self.found, self.made.size)
 
     def open(self) -> ReadableSource:
         """Returns it as the engines read it, once a further change must show in its times.
@@ -93,7 +93,7 @@ class DirectorySource:
         What had not changed for long when it was first looked at needs no other look now. Whether
         somebody writes is asked of each file as it is opened; here where that says too little.
         """
-        pause = agreement.settling(self.found, self.looked)
+        pause = agreement.seconds_to_settle(self.found, self.looked)
         if pause:
             self.clock.sleep(pause)
             self.must_be_unchanged()
@@ -120,7 +120,7 @@ class DirectorySource:
                     end = start + self.found.files[number].size
                     read.update(range(start // chunk, chunk_count(end, chunk)))
             all_sets = read, set(read), set[int]()
-            user_threads.each_as(self.user, asked, partial(self._add_file, all_sets, chunk))
+            user_threads.map_as_user(self.user, asked, partial(self._add_file, all_sets, chunk))
             self.maps[chunk] = ChunkMap(*all_sets)
         return self.maps[chunk]
 
@@ -153,12 +153,14 @@ class DirectorySource:
             read = (name for number in sorted(self.seen) for name in names.get(number, [number]))
             some = [self.found.files[number] for number in read]
             try:
-                if manifest.still(self.root, [*manifest.sample(self.found), *some], self.user):
+                if manifest.are_files_unchanged(
+                    self.root, [*manifest.sample_files(self.found), *some], self.user
+                ):
                     return
             except OSError:
                 raise source.declined_as_changed(self.found.path) from None
             raise source.declined_as_changed(self.found.path)
-        now = manifest.take(self.root, self.found.path, self.user, self.max_files)
+        now = manifest.scan_directory(self.root, self.found.path, self.user, self.max_files)
         if now.digest != self.found.digest:
             raise source.declined_as_changed(self.found.path)
 
@@ -175,7 +177,7 @@ class DirectorySource:
             if len(piece.memory) > SMALL:
                 self._read_file(piece.number, piece.offset, piece.memory)
         while small:
-            some = _fitting(small)
+            some = _select_first_request(small)
             self._read_small(some)
             del small[: len(some)]
 
@@ -211,10 +213,10 @@ class DirectorySource:
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
         file = self.found.files[number]
         try:
-            with user_threads.acting(self.user):
+            with user_threads.with_thread_user(self.user):
                 if getattr(self.own, "number", -1) != number:
                     self._open(number)
-                file_readers.read_into(self.tree, file, self.own.fd, offset, want)
+                file_readers.read_file_into(self.tree, file, self.own.fd, offset, want)
         except OSError as error:
             raise SourceUnreadable(self.tree.name(file), error) from None
 
@@ -237,11 +239,11 @@ class DirectorySource:
         self.readers.close()
 
 
-def _fitting(pieces: Sequence[_FilePart]) -> list[_FilePart]:
+def _select_first_request(pieces: Sequence[_FilePart]) -> list[_FilePart]:
     """Return the first pieces that one request of a reader takes. Pure."""
-    room = ROOM
+    room = MAX_REQUEST_BYTES
     for count, piece in enumerate(pieces):
         room -= len(piece.memory)
-        if room < 0 or count == MANY:
+        if room < 0 or count == MAX_REQUEST_PIECES:
             return list(pieces[:count])
     return list(pieces)

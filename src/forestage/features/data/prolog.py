@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 def after_lease(facts: AfterLeaseFacts) -> list[RequestOutcome]:
     """Begin to bring the data; nobody waits for it."""
-    return requests.begin(facts.node, facts.job, facts.limit, facts.refusal)
+    return requests.start_job_data(facts.node, facts.job, facts.limit, facts.refusal)

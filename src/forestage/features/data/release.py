@@ -12,23 +12,23 @@ from forestage.features.data import agreement, directory, job_dir, retry
 from forestage.system import lock
 
 
-def of_job(cache: Cache, leases: LeaseDirectory, job: int, patience: float) -> None:
+def release_job_data(cache: Cache, leases: LeaseDirectory, job: int, patience: float) -> None:
     """Once the job's lease is dropped. `patience` is in seconds, for the space lock.
 
     Raises Failed, OSError; what is left then is for the sweep.
     """
     with contextlib.suppress(Failed, OSError):  # another job's may be in the way
-        directory.let_go(cache, leases, patience)
-    agreement.end(cache, job)
-    job_dir.end(cache, job)
+        directory.detach_unused_devices(cache, leases, patience)
+    agreement.delete_job_scans(cache, job)
+    job_dir.remove_job_dirs(cache, job)
 
 
-def of_all(cache: Cache, leases: LeaseDirectory, now: float) -> tuple[str, ...]:
+def release_ended_jobs_data(cache: Cache, leases: LeaseDirectory, now: float) -> tuple[str, ...]:
     """Of all jobs that have no lease any more; returns the names of their own directories.
 
     `now` is wall time. Raises Failed, OSError.
     """
-    directory.let_go(cache, leases, lock.SPACE_TIMEOUT)
-    agreement.sweep(cache, leases)
-    retry.tidy(cache, now)
-    return job_dir.sweep(cache, leases)
+    directory.detach_unused_devices(cache, leases, lock.SPACE_TIMEOUT)
+    agreement.delete_stale_scans(cache, leases)
+    retry.delete_old_notes(cache, now)
+    return job_dir.remove_leftovers(cache, leases)

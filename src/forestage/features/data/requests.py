@@ -28,7 +28,7 @@ from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import WHOLE_RESULTS, RequestOutcome
 from forestage.features.contexts import StepPart
 from forestage.features.data import directory_record, wanted
-from forestage.features.data.wanted import DataView, ForStep, StagedFile, ViewContext
+from forestage.features.data.wanted import DataView, StagedFile, StepView, ViewContext
 from forestage.hooks import answers, leases, serve
 from forestage.hooks.container_binds import ContainerBinds
 from forestage.hooks.limit import HookDeadlines
@@ -37,17 +37,17 @@ from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.lines import DIRECTORY, LineFields
 from forestage.system import as_user, lock
-from forestage.units import printable
+from forestage.units import make_printable
 
 if TYPE_CHECKING:
     from forestage.features.data.job_dir import JobDirMount
 
 LONGEST_LIST = 64 * 1024  # bytes of the file of stage-list=
-LOOK = 5.0  # seconds for it
+READ_TIMEOUT = 5.0  # seconds for it
 STAGE_DIR = Request("stage-dir", "hint")
 
 
-def begin(
+def start_job_data(
     node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None
 ) -> list[RequestOutcome]:
     """Notes what data the job wants, and begins to bring it. For the Prolog; waits for nothing."""
@@ -55,64 +55,65 @@ def begin(
     if not asked.has_data:
         return []
     try:
-        _must_be_possible(node, job, refusal, limit)
+        _check_possible(node, job, refusal, limit)
         requests = tuple(
-            _absolute(job, request) for request in (*asked.data, *_read_list(job, limit.end))
+            _with_absolute_path(job, request)
+            for request in (*asked.data, *_read_stage_list(job, limit.end))
         )
         noted = JobData(requests, asked.room, asked.ram, restart=job.restart)
-        _note(node, job, limit.end, noted)
+        _record_wanted(node, job, limit.end, noted)
     except (ForestageError, OSError) as error:
-        _note_refused(node, job, error, limit.end)
-        return _as_data([answers.make_error_outcome(Request("", "hint"), error)])
+        _record_refusal(node, job, error, limit.end)
+        return _mark_as_data([answers.make_error_outcome(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _make_own_dir(node, job, noted, limit)
-    call = _call(node, job, noted, limit)
-    return _as_data([*made, *(_begin(call, request) for request in requests)])
+    call = _make_view_context(node, job, noted, limit)
+    return _mark_as_data([*made, *(_start_request(call, request) for request in requests)])
 
 
-def show(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepPart:
+def show_job_data(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepPart:
     """What the step of a job is shown of its data. Never raises for a request."""
-    noted = wanted.read(node.leases, job.id, job.user.uid)
+    noted = wanted.read_job_data(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
     try:
         disk.check_writable(node.places, node.cache, limit.end.left())
     except Declined as error:  # what is mounted from such a disk would hang the tasks
         hang = error
-    own, lines, outcomes = _own_dir(node, job, noted, hang)
-    call = _call(node, job, noted, limit, own)
+    own, lines, outcomes = _find_own_dir(node, job, noted, hang)
+    call = _make_view_context(node, job, noted, limit, own)
     # Whoever serves a mounted file waits for the tasks, and they for what comes before.
     requests = noted.requests
-    if off := hang or refusal or (_refused(noted) if noted.off else None):
-        requests = _kept_while_off(own, noted)
+    if off := hang or refusal or (_make_refusal(noted) if noted.off else None):
+        requests = _list_filled_requests(own, noted)
         left_out = [request for request in noted.requests if request not in requests]
-        outcomes += [_of_error(request, off) for request in left_out]
+        outcomes += [_make_error_outcome(request, off) for request in left_out]
     came: dict[Request, RequestOutcome] = {}
     for request in sorted(requests, key=lambda request: request.kind == "mount"):
-        found, came[request] = _show(call, request)
+        found, came[request] = _show_request(call, request)
         lines += found
     outcomes += came.values()
     if any(_is_seed(request) for request in noted.requests):
         from forestage.features.data import fill
 
-        lines += fill.unset(own, noted)  # of those that are not in there by now
-    kept = wanted.disentangled(wanted.in_order(lines))
+        lines += fill.list_unset_variables(own, noted)  # of those that are not in there by now
+    kept = wanted.drop_nested_directories(wanted.sort_by_depth(lines))
     if own:
-        into = [line for line in kept if line == own.line or _leads_into(node, line)]
-        _note_own_dir(node, job, into)
-    local = [_local(node, kept, request, came[request]) for request in requests]
-    return StepPart(kept, _as_data(outcomes), tuple(filter(None, local)))
+        into = [line for line in kept if line == own.line or _is_variable_into_own_dir(node, line)]
+        _record_own_dir(node, job, into)
+    local = [_find_local_path(node, kept, request, came[request]) for request in requests]
+    return StepPart(kept, _mark_as_data(outcomes), tuple(filter(None, local)))
 
 
-def _kept_while_off(own: "JobDirMount | None", noted: JobData) -> tuple[Request, ...]:
+def _list_filled_requests(own: "JobDirMount | None", noted: JobData) -> tuple[Request, ...]:
     """What earlier steps have put into the job's own directory: it is the job's, like that one."""
     if own is None:
         return ()
     from forestage.features.data import fill
 
-    return tuple(request for request in noted.requests if fill.is_put(own, noted, request))
+    return tuple(request for request in noted.requests if fill.is_filled(own, noted, request))
 
 
-def _refused(noted: JobData) -> Declined:
+def _make_refusal(noted: JobData) -> Declined:
     """Pure: why the job's Prolog refused all that it wants."""
     from forestage.events.reasons import collect_failures
 
@@ -120,7 +121,7 @@ def _refused(noted: JobData) -> Declined:
     return kind(noted.reason or "no-mount", noted.refused)
 
 
-def _local(
+def _find_local_path(
     node: Node, kept: Sequence[LineFields], request: Request, outcome: RequestOutcome
 ) -> str:
     """Where the step reads the whole of a request from this node's disk; "" where it does not."""
@@ -131,17 +132,17 @@ def _local(
     if request.kind == "fill":
         from forestage.features.data import fill
 
-        return f"{node.places.job_dir}/{fill.name_of(request)}"
+        return f"{node.places.job_dir}/{fill.name_in_job_dir(request)}"
     shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
     return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
 
 
-def _as_data(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
+def _mark_as_data(outcomes: Sequence[RequestOutcome]) -> list[RequestOutcome]:
     """Pure: the outcomes as those of data, whatever module they are from."""
     return [msgspec.structs.replace(outcome, data=True) for outcome in outcomes]
 
 
-def _absolute(job: Job, request: Request) -> Request:
+def _with_absolute_path(job: Job, request: Request) -> Request:
     """A request with its path absolute: steps may have another directory than their job."""
     with contextlib.suppress(Declined):  # it gets its own outcome
         return msgspec.structs.replace(
@@ -150,7 +151,7 @@ def _absolute(job: Job, request: Request) -> Request:
     return request
 
 
-def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
+def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     """What the job's list names. Raises Declined, as_user.ChildTimeout, OSError."""
     if not job.hints.listed:
         return ()
@@ -165,13 +166,13 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
             return file.read(LONGEST_LIST + 1), []
 
     try:
-        text = as_user.run_in_child(work, bytes, min(LOOK, end.left()))[0]
+        text = as_user.run_in_child(work, bytes, min(READ_TIMEOUT, end.left()))[0]
     except OSError as error:
         raise image.declined_by_open_error(error, path, job.user) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     try:
-        paths = split_list(text)
+        paths = split_path_list(text)
     except ValueError as error:
         raise Declined("bad-hint", f"stage-list: {path} {error}") from None
     problems: list[str] = []
@@ -186,7 +187,7 @@ def _read_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     return data
 
 
-def split_list(text: bytes) -> list[str]:
+def split_path_list(text: bytes) -> list[str]:
     """Return the lines of a list of paths, without comments. Pure.
 
     Editors of Windows begin a file with a byte order mark, and some of their programs write UTF-16,
@@ -207,7 +208,7 @@ def _is_seed(request: Request) -> bool:
     return request.at.startswith("seed:")
 
 
-def _note(node: Node, job: Job, end: Deadline, wanted: JobData) -> None:
+def _record_wanted(node: Node, job: Job, end: Deadline, wanted: JobData) -> None:
     """Notes what the job wants, for its steps, and has its Epilog call this feature.
 
     Raises Failed, OSError.
@@ -228,38 +229,40 @@ def _make_own_dir(
         # An Epilog that could not do its work has left those of an earlier run of the job.
         for left in (node.leases.directory_record(job.id), node.leases.over(job.id)):
             left.unlink(missing_ok=True)
-        job_dir.make(node, job, noted.room, noted.ram, limit.end)
+        job_dir.make_job_dir(node, job, noted.room, noted.ram, limit.end)
     except (ForestageError, OSError) as error:
         with contextlib.suppress(ForestageError, OSError):
-            refused = msgspec.structs.replace(noted, refused=printable(str(error)))
-            _note(node, job, limit.end, refused)
+            refused = msgspec.structs.replace(noted, refused=make_printable(str(error)))
+            _record_wanted(node, job, limit.end, refused)
         return [answers.make_error_outcome(STAGE_DIR, error)]
     if not noted.ram:  # the first step makes it
         with contextlib.suppress(ForestageError, OSError):
-            _note_own_dir(node, job, _lines_of(node, job_dir.shown(node, job)))
+            _record_own_dir(
+                node, job, _own_dir_lines(node, job_dir.prepare_mount_for_step(node, job))
+            )
     return []
 
 
-def _lines_of(node: Node, own: "JobDirMount") -> list[LineFields]:
+def _own_dir_lines(node: Node, own: "JobDirMount") -> list[LineFields]:
     return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
 
 
-def _leads_into(node: Node, line: LineFields) -> bool:
+def _is_variable_into_own_dir(node: Node, line: LineFields) -> bool:
     """Pure: whether a line sets a variable to a path in the job's own directory."""
     own = os.fspath(node.places.job_dir)
     return line[0] == "env" and len(line) > 2 and f"{line[2]}/".startswith(f"{own}/")
 
 
-def _note_own_dir(node: Node, job: Job, lines: Sequence[LineFields]) -> None:
+def _record_own_dir(node: Node, job: Job, lines: Sequence[LineFields]) -> None:
     """Notes by what the job's own directory shows in steps that get no answer of a helper's."""
     with contextlib.suppress(ForestageError, OSError):
-        text = directory_record.text_of(job.user.uid, lines)
-        if directory_record.is_needed(node.leases, job.id, text):
+        text = directory_record.format_record(job.user.uid, lines)
+        if directory_record.is_write_needed(node.leases, job.id, text):
             with lock.held(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT):
-                directory_record.write(node.leases, job.id, text)
+                directory_record.write_record(node.leases, job.id, text)
 
 
-def _own_dir(
+def _find_own_dir(
     node: Node, job: Job, noted: JobData, hang: Declined | None
 ) -> tuple["JobDirMount | None", list[LineFields], list[RequestOutcome]]:
     """The job's own directory with its lines, or why it has none though it wants one."""
@@ -272,13 +275,13 @@ def _own_dir(
             raise hang
         if noted.refused:
             raise Declined("job-dir", noted.refused)
-        own = job_dir.shown(node, job)
+        own = job_dir.prepare_mount_for_step(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
         return None, [("env", DIRECTORY)], [answers.make_error_outcome(STAGE_DIR, error)]
-    return own, _lines_of(node, own), []
+    return own, _own_dir_lines(node, own), []
 
 
-def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: HookDeadlines) -> None:
+def _check_possible(node: Node, job: Job, refusal: Declined | None, limit: HookDeadlines) -> None:
     if refusal:
         raise refusal
     if job.hints.off:
@@ -292,7 +295,7 @@ def _must_be_possible(node: Node, job: Job, refusal: Declined | None, limit: Hoo
     node.cache.note_instance()
 
 
-def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
+def _record_refusal(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     """Has the steps of a job that gets nothing unset its variables: they may be another job's.
 
     And say that there are no mounts; of all it wants, where its user asked to be told.
@@ -305,13 +308,16 @@ def _note_refused(node: Node, job: Job, why: Exception, end: Deadline) -> None:
     )
     if asked.room is None and not told:
         return
-    text, reason = printable(str(why)), answers.make_error_outcome(Request("", "hint"), why).reason
+    text, reason = (
+        make_printable(str(why)),
+        answers.make_error_outcome(Request("", "hint"), why).reason,
+    )
     refused = JobData(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
-        _note(node, job, end, refused)
+        _record_wanted(node, job, end, refused)
 
 
-def _call(
+def _make_view_context(
     node: Node, job: Job, noted: JobData, limit: HookDeadlines, own: "JobDirMount | None" = None
 ) -> ViewContext:
     def stage(request: Request, end: Deadline) -> StagedFile:
@@ -334,7 +340,7 @@ def _call(
     )
 
 
-def _view(request: Request) -> DataView:
+def _choose_view(request: Request) -> DataView:
     """The module for this kind of request; most jobs have at most one kind."""
     if request.kind == "directory":
         from forestage.features.data import directory
@@ -349,22 +355,22 @@ def _view(request: Request) -> DataView:
     return fill
 
 
-def _begin(call: ViewContext, request: Request) -> RequestOutcome:
+def _start_request(call: ViewContext, request: Request) -> RequestOutcome:
     try:
         image.resolve_requested_path(request, call.job.work_dir)
-        return _view(request).begin(call, request)
+        return _choose_view(request).start_in_prolog(call, request)
     except (ForestageError, OSError) as error:
-        return _of_error(request, error)
+        return _make_error_outcome(request, error)
 
 
-def _show(call: ViewContext, request: Request) -> ForStep:
+def _show_request(call: ViewContext, request: Request) -> StepView:
     try:
         image.resolve_requested_path(request, call.job.work_dir)
-        return _view(request).show(call, request)
+        return _choose_view(request).show_in_step(call, request)
     except (ForestageError, OSError) as error:
-        return (), _of_error(request, error)
+        return (), _make_error_outcome(request, error)
 
 
-def _of_error(request: Request, error: Exception) -> RequestOutcome:
+def _make_error_outcome(request: Request, error: Exception) -> RequestOutcome:
     named = f"{request.path}@{request.at}" if request.at else request.path
     return answers.make_error_outcome(msgspec.structs.replace(request, path=named), error)

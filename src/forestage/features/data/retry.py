@@ -20,17 +20,17 @@ AGAIN = 600.0  # seconds
 SUFFIX = ".written"
 
 
-def note(cache: Cache, path: str, why: str, now: float) -> None:
+def record_refusal(cache: Cache, path: str, why: str, now: float) -> None:
     """Notes, at `now` (seconds since the epoch), why this directory has no copy. Best effort."""
-    file = _file(cache, path)
+    file = _note_path(cache, path)
     with contextlib.suppress(OSError):  # it only spares the file server some reads
         files.overwrite_file(file, os.fsencode(why))
         os.utime(file, (now, now))
 
 
-def must_be_due(cache: Cache, path: str, now: float) -> None:
+def check_retry_due(cache: Cache, path: str, now: float) -> None:
     """Raises Declined while this directory is not tried again."""
-    file = _file(cache, path)
+    file = _note_path(cache, path)
     try:
         ago = abs(now - file.stat().st_mtime)
         why = os.fsdecode(files.read_file(file))
@@ -41,7 +41,7 @@ def must_be_due(cache: Cache, path: str, now: float) -> None:
         raise Declined("written", f"{why}; {path} is not tried again for {left}")
 
 
-def tidy(cache: Cache, now: float) -> None:
+def delete_old_notes(cache: Cache, now: float) -> None:
     """Deletes what says nothing any more. Raises OSError."""
     for file in cache.locks.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
@@ -49,5 +49,5 @@ def tidy(cache: Cache, now: float) -> None:
                 file.unlink()
 
 
-def _file(cache: Cache, path: str) -> Path:
+def _note_path(cache: Cache, path: str) -> Path:
     return cache.locks / f"{sha256(os.fsencode(path))[:32]}{SUFFIX}"

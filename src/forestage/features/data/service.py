@@ -14,8 +14,8 @@ PATH = re.compile(r"/v1/look/(?P<job>[1-9][0-9]{0,18})/(?P<name>(?P<key>[0-9a-f]
 
 def routes() -> tuple[ServiceRoute, ...]:
     """Return the one of looks."""
-    return (ServiceRoute(PATH, _open),)
+    return (ServiceRoute(PATH, _open_scan_file),)
 
 
-def _open(facts: PeerServiceFacts, found: re.Match[str]) -> BinaryIO:
+def _open_scan_file(facts: PeerServiceFacts, found: re.Match[str]) -> BinaryIO:
     return open_copy(facts.cache.looks / found["job"] / found["name"])

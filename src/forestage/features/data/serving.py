@@ -34,15 +34,18 @@ from forestage.system.holder import (
     TaskConnections,
 )
 from forestage.system.run import Program
-from forestage.units import printable
+from forestage.units import make_printable
 
 PROCESS_NAME = "forestage-mount"
-SERVER = DaemonSpec(PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
+SERVER_SPEC = DaemonSpec(PROCESS_NAME, oom_score_adj=OOM_EXEMPT)
 PROGRAMS = ("squashfuse_ll", "squashfuse")  # the first knows FUSE's faster interface
 TYPE = "fuse.squashfuse"  # in mountinfo
 
-MOST, MOST_OF_USER = 256, 128  # files of jobs that a node, and one user on it, has mounted at once
-SERVERS, SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
+MAX_FILES, MAX_FILES_OF_USER = (
+    256,
+    128,
+)  # files of jobs that a node, and one user on it, has mounted at once
+MAX_SERVERS, MAX_SERVERS_OF_USER = 512, 256  # each step has one for each file: 10 MiB
 HELP = 2.0  # seconds for what a program says of itself
 BEGIN = 5.0  # seconds until the process listens
 SAID = 0.2  # seconds in which a program that fails says why
@@ -72,13 +75,13 @@ class SquashfsSource:
             self.line.close()
 
 
-def start(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
+def start_server(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
     """Returns the socket of a new process that serves the file of that inode to the job's step.
 
     Raises Declined (no-mount), OSError.
     """
     folders.ensure_directory_with_mode(folder)
-    program = _must_be_possible(folder, job, inode)
+    program = _check_and_find_program(folder, job, inode)
     name = f"{job.user.uid}-{job.id}-{job.step}-{inode}-"
 
     def work(hook: StartChannel) -> None:
@@ -91,23 +94,23 @@ def start(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
             held.unlink(missing_ok=True)
 
     about = f"mounted job={job.id} step={job.step}"
-    with holder.start_daemon(SERVER, about, work) as channel:
+    with holder.start_daemon(SERVER_SPEC, about, work) as channel:
         channel.await_ready(BEGIN, "no-mount")
     return folder / f"{name}{channel.pid}"
 
 
-def _must_be_possible(folder: Path, job: Job, inode: int) -> str:
+def _check_and_find_program(folder: Path, job: Job, inode: int) -> str:
     """Returns the program that serves."""
-    program = _program()
+    program = _find_program()
     if not program:
         raise Declined("no-mount", "squashfuse is not installed on this node")
     if not os.path.exists(fuse.DEVICE):
         raise Declined("no-mount", f"this node has no {fuse.DEVICE}")
-    must_be_room(_living(folder), job, inode)
+    check_server_limits(_list_live_servers(folder), job, inode)
     return program
 
 
-def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
+def check_server_limits(names: Sequence[str], job: Job, inode: int) -> None:
     """Pure: raises Declined where the node serves too much already, by the names of sockets.
 
     A file counts once for each job, however many of its steps have it.
@@ -121,31 +124,31 @@ def must_be_room(names: Sequence[str], job: Job, inode: int) -> None:
     wanted = (user, str(job.id), str(inode))
     others = set(files) - {wanted}
     own = {file for file in others if file[0] == user}
-    if len(others) >= MOST or len(own) >= MOST_OF_USER:
+    if len(others) >= MAX_FILES or len(own) >= MAX_FILES_OF_USER:
         told = f"{len(own)} files of this user and {len(others)} of all are mounted on this node"
-        raise Declined("no-mount", f"{told}, at most {MOST_OF_USER} and {MOST}")
-    if len(servers) >= SERVERS or servers.count(user) >= SERVERS_OF_USER:
+        raise Declined("no-mount", f"{told}, at most {MAX_FILES_OF_USER} and {MAX_FILES}")
+    if len(servers) >= MAX_SERVERS or servers.count(user) >= MAX_SERVERS_OF_USER:
         told = f"steps on this node have {len(servers)} files mounted"
         raise Declined("no-mount", f"{told}, {servers.count(user)} of them this user's")
 
 
-def _program() -> str:
+def _find_program() -> str:
     """The first of PROGRAMS that is here and can say whose the files are; "" for none.
 
     squashfuse_ll can since its release 0.2. The other one always could: by libfuse.
     """
     for program in filter(None, map(run.find_program, PROGRAMS)):
-        if not program.endswith("_ll") or "uid=" in _help(program):
+        if not program.endswith("_ll") or "uid=" in _read_help(program):
             return program
     return ""
 
 
-def _help(program: str) -> str:
+def _read_help(program: str) -> str:
     ran = run.run_program([program, "--help"], timeout=HELP)
     return ran.out + ran.err
 
 
-def _living(folder: Path) -> list[str]:
+def _list_live_servers(folder: Path) -> list[str]:
     """The names of those of which something lives; what the others left is deleted."""
     found = []
     for held in folder.glob("*.lock"):
@@ -173,14 +176,14 @@ class _SquashfsServer:
     def _hide(self, content: SquashfsSource) -> None:
         """Makes the mount where nobody looks."""
         proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
-        self.host = _namespace(proc)
+        self.host = _open_namespace(proc)
         self.line = os.open(fuse.DEVICE, os.O_RDWR)
-        clone = _clone(content)
+        clone = _open_clone(content)
         mounts.enter_empty_namespace()
         try:
-            self.image = _image(clone, content)
-            _mount(self.line, self.job)
-            self.hidden = _namespace(proc)
+            self.image = _open_image(clone, content)
+            _mount_fuse(self.line, self.job)
+            self.hidden = _open_namespace(proc)
         finally:
             mounts.enter_namespace(*self.host)
         os.close(proc)
@@ -216,7 +219,7 @@ class _SquashfsServer:
                 self._start()
                 self._must_answer()
             except (ForestageError, OSError) as error:
-                self.refusal = printable(str(error))
+                self.refusal = make_printable(str(error))
                 self._say(self.refusal)
                 if self.server is not None:  # further tasks hear why it is not there
                     self.server.kill()
@@ -293,10 +296,10 @@ class _SquashfsServer:
 
     def _say(self, what: str) -> None:
         about = f"job={self.job.id} step={self.job.step}"
-        log.say(f"mounted {about} result=failed detail={what!r}", by_slurm=True)
+        log.write_log_line(f"mounted {about} result=failed detail={what!r}", by_slurm=True)
 
 
-def _namespace(proc: int) -> tuple[int, int]:
+def _open_namespace(proc: int) -> tuple[int, int]:
     """This process' mount namespace and root; `proc` is its directory in /proc."""
     return (
         os.open("ns/mnt", os.O_RDONLY, dir_fd=proc),
@@ -304,7 +307,7 @@ def _namespace(proc: int) -> tuple[int, int]:
     )
 
 
-def _clone(content: SquashfsSource) -> int | None:
+def _open_clone(content: SquashfsSource) -> int | None:
     """A detached mount of the file, for what root alone may reach."""
     if content.entry is not None:
         return mounts.clone_mount(os.fspath(content.entry))
@@ -313,7 +316,7 @@ def _clone(content: SquashfsSource) -> int | None:
     return holder.fetch_mount_clone(content.through, "no-mount")
 
 
-def _image(clone: int | None, content: SquashfsSource) -> int:
+def _open_image(clone: int | None, content: SquashfsSource) -> int:
     """A descriptor of the file that can be opened for reading only, by whom its mode lets."""
     if clone is None:
         assert content.line is not None
@@ -331,7 +334,7 @@ def _image(clone: int | None, content: SquashfsSource) -> int:
     return image
 
 
-def _mount(line: int, job: Job) -> None:
+def _mount_fuse(line: int, job: Job) -> None:
     Path(MOUNT).mkdir(mode=0o700)
     flags = mounts.MS_RDONLY | mounts.MS_NOSUID | mounts.MS_NODEV
     owner = f"user_id={job.user.uid},group_id={job.user.gid}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def read_status(facts: "StatusFacts") -> StatusPart:
     """Return how many directories there are, and what they take. Raises OSError."""
-    found = job_dir.taken(facts.node.cache) if facts.has_cache else DiskUsage()
+    found = job_dir.measure_disk_usage(facts.node.cache) if facts.has_cache else DiskUsage()
     room = []
     if found.number:
         number = format_count(found.number, "job directory", "job directories")

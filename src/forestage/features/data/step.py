@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 def after_lease(facts: AfterLeaseFacts) -> StepPart:
     """Show the data: after the image, for which the tasks wait."""
-    return requests.show(facts.node, facts.job, facts.limit, facts.refusal)
+    return requests.show_job_data(facts.node, facts.job, facts.limit, facts.refusal)

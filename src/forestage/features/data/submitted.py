@@ -10,8 +10,8 @@ def must_be_possible(request: Request) -> None:
     if request.kind == "fill":
         from forestage.features.data import fill
 
-        fill.name_of(request)
+        fill.name_in_job_dir(request)
     elif request.kind == "mount":
         from forestage.features.data import mounted
 
-        mounted.must_be_allowed(os.path.normpath(request.at), ())
+        mounted.check_mount_allowed(os.path.normpath(request.at), ())

@@ -19,8 +19,10 @@ def in_each_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     """
     node = facts.node
     if not facts.dry_run:
-        return {"job_dirs": release.of_all(node.cache, node.leases, node.clock.wall())}
-    left = job_dir.leftover(node.cache, facts.staying)
+        return {
+            "job_dirs": release.release_ended_jobs_data(node.cache, node.leases, node.clock.wall())
+        }
+    left = job_dir.list_leftovers(node.cache, facts.staying)
     return {"job_dirs": tuple(one.directory.name for one in left)}
 
 

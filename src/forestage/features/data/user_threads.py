@@ -30,7 +30,7 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 
-def act_as(user: User) -> None:
+def set_thread_user(user: User) -> None:
     """Has this thread use the user's ids for files, for good; the groups are the process' own."""
     # glibc changes all ids but these for each thread of a process.
     _libc.setfsgid(user.gid)
@@ -40,10 +40,10 @@ def act_as(user: User) -> None:
 
 
 @contextlib.contextmanager
-def acting(user: User) -> Iterator[None]:
+def with_thread_user(user: User) -> Iterator[None]:
     """Has this thread use the user's ids for files for a while."""
     try:
-        act_as(user)
+        set_thread_user(user)
         yield
     finally:
         _libc.setfsuid(os.geteuid())
@@ -125,11 +125,11 @@ class _PoolRun(Generic[T]):
 
     def _go(self) -> None:
         try:
-            act_as(self.team.user)
+            set_thread_user(self.team.user)
             while (item := self._take()) is not None:
-                waits = _waits()
+                waits = _count_waits()
                 more = self.work(item)
-                self._add(more, _waits() - waits)
+                self._add(more, _count_waits() - waits)
         except (OSError, Declined) as error:
             self.errors.append(error)
         finally:
@@ -171,11 +171,11 @@ class _CpuStopwatch:
         return time.monotonic() - self.wall, time.process_time() - self.cpu
 
 
-def _waits() -> int:
+def _count_waits() -> int:
     """How often this thread gave up its processor of its own accord (getrusage(2))."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def each_as(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
+def map_as_user(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
     """Does `work` on each of the items, in threads that have the user's ids; in their order."""
     return UserThreadPool(user).each(list(items), work)

@@ -29,7 +29,7 @@ from forestage.system import lock
 if TYPE_CHECKING:
     from forestage.features.data.job_dir import JobDirMount
 
-ForStep = tuple[Sequence[LineFields], RequestOutcome]
+StepView = tuple[Sequence[LineFields], RequestOutcome]
 """What a request comes to in a step: lines for the companion, and the outcome."""
 
 
@@ -73,15 +73,15 @@ class DataView(Protocol):
     Both raise ForestageError, OSError.
     """
 
-    def begin(self, call: ViewContext, request: Request) -> RequestOutcome:
+    def start_in_prolog(self, call: ViewContext, request: Request) -> RequestOutcome:
         """What a Prolog does for it, which waits for nothing."""
 
-    def show(self, call: ViewContext, request: Request) -> ForStep:
+    def show_in_step(self, call: ViewContext, request: Request) -> StepView:
         """What a step is shown of it."""
 
 
-def disentangled(lines: Sequence[LineFields]) -> list[LineFields]:
-    """Pure: the lines, which are `in_order`, without directories in each other's way.
+def drop_nested_directories(lines: Sequence[LineFields]) -> list[LineFields]:
+    """Pure: the lines, which are `sort_by_depth`, without directories in each other's way.
 
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.
@@ -99,36 +99,36 @@ def disentangled(lines: Sequence[LineFields]) -> list[LineFields]:
     return kept
 
 
-def in_order(lines: Sequence[LineFields]) -> list[LineFields]:
+def sort_by_depth(lines: Sequence[LineFields]) -> list[LineFields]:
     """Pure: the lines as the companion is to follow them: no mount hides one that came before."""
     return sorted(lines, key=lambda line: 0 if line[0] == "env" else len(line[-2]))
 
 
-def read(leases: LeaseDirectory, job: int, uid: int | None = None) -> JobData:
+def read_job_data(leases: LeaseDirectory, job: int, uid: int | None = None) -> JobData:
     """What was noted of this user's job; nothing where nothing can be read."""
     with contextlib.suppress(OSError, Failed):
         return leases.said(job, uid).data or JobData()
     return JobData()
 
 
-def note_tree(node: Node, job: Job, path: str, tree: DirectoryCopyState) -> None:
+def record_directory_state(node: Node, job: Job, path: str, tree: DirectoryCopyState) -> None:
     """Notes how far a directory is, if this run of the job is still here.
 
     Raises lock.LockTimeout, OSError.
     """
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-        if is_here(node, job):
-            note_trees(node, job, {path: tree})
+        if is_still_wanted(node, job):
+            record_directory_states(node, job, {path: tree})
 
 
-def note_trees(node: Node, job: Job, trees: dict[str, DirectoryCopyState]) -> None:
+def record_directory_states(node: Node, job: Job, trees: dict[str, DirectoryCopyState]) -> None:
     """Notes how far these directories of a job that is here are. Under the space lock."""
-    noted = read(node.leases, job.id, job.user.uid)
+    noted = read_job_data(node.leases, job.id, job.user.uid)
     data = msgspec.structs.replace(noted, trees=noted.trees | trees)
     node.leases.note(job.id, job.user.uid, data=data)
 
 
-def is_here(node: Node, job: Job) -> bool:
+def is_still_wanted(node: Node, job: Job) -> bool:
     """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
     lease = node.leases.read(job.id)
     if lease is None or not lease.is_of(job.user.uid, job.start):

@@ -22,10 +22,10 @@ def metrics(world: "CommandContext", is_shown: bool, quiet: bool) -> None:
 
     from forestage.features.metrics import export as work
 
-    if quiet and not work.is_read(world.places):
+    if quiet and not work.has_textfile_directory(world.places):
         return
     conf = os.environ.get("SLURM_CONF", "")
-    written = work.export(world.places, world.clock, version("forestage"), conf, is_shown)
+    written = work.write_metrics(world.places, world.clock, version("forestage"), conf, is_shown)
     if is_shown:
         click.echo(written, nl=False)
 

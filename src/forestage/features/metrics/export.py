@@ -35,18 +35,18 @@ from forestage.config import Config, load_config, resolve_auto_redirect, switch
 from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsFacts, MetricsPart
-from forestage.features.doors import METRICS_COUNT, METRICS_READ_METRICS, load_all
+from forestage.features.doors import METRICS_COUNT, METRICS_READ_METRICS, load_doors
 from forestage.features.metrics import textfile
 from forestage.paths import NodePaths
 from forestage.system import records
 
-PATIENCE = textfile.PATIENCE
+LOCK_TIMEOUT = textfile.LOCK_TIMEOUT
 PREFIX = "forestage_"
-READABLE = 0o644  # node exporter is a user of its own
+FILE_MODE = 0o644  # node exporter is a user of its own
 
 REQUESTS = ("hit", "joined", "copied", "started", "through", "declined", "failed")
 STARTS = (*REQUESTS, "excluded")
-ENDS = ("copied", "declined", "failed")
+COPY_RESULTS = ("copied", "declined", "failed")
 HOOKS = ("prolog", "step")
 EVICTORS = ("prolog", "step", "stager", "epilog", "sweep")
 ORIGINS = ("source", "peers", "others")
@@ -88,45 +88,48 @@ class MetricsExportFacts(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def alone(places: NodePaths) -> Iterator[None]:
+def hold_metrics_lock(places: NodePaths) -> Iterator[None]:
     """Lets one run at a time read, count and write. Raises OSError, lock.LockTimeout."""
-    with textfile.alone(places, PATIENCE):
+    with textfile.hold_metrics_lock(places, LOCK_TIMEOUT):
         yield
 
 
-def count(places: NodePaths) -> EventTally:
-    """Counts the events that no run has counted yet; as root, while `alone`. Raises OSError."""
-    record = _read(places.tally)
+def count_new_events(places: NodePaths) -> EventTally:
+    """Counts the events that no run has counted yet; as root, while `hold_metrics_lock`.
+
+    Raises OSError.
+    """
+    record = _load_record(places.tally)
     for event in events.read_new_events(places.events, record.seen):
         record.tally.add(event)
     written = msgspec.to_builtins(record)
-    for count in load_all(METRICS_COUNT):
+    for count in load_doors(METRICS_COUNT):
         written["tally"] |= count(places)
     records.write(places.tally, msgspec.json.encode(written))
     return record.tally
 
 
-def _read(file: Path) -> TallyRecord:
+def _load_record(file: Path) -> TallyRecord:
     try:
         return records.load(file, TallyRecord)
     except FileNotFoundError:
         return TallyRecord()
     except records.DamagedRecord as damaged:
         # Prometheus takes counters that fall for new ones; no counters at all help nobody.
-        log.say(f"metrics start again from zero: {damaged}", by_slurm=False)
+        log.write_log_line(f"metrics start again from zero: {damaged}", by_slurm=False)
         return TallyRecord()
 
 
-def is_read(places: NodePaths) -> bool:
+def has_textfile_directory(places: NodePaths) -> bool:
     """Whether node exporter's directory is there. Raises OSError."""
     try:
         path = load_config(places.etc).of_node.metrics.textfile
     except ConfigError:
-        path = textfile.find_last(places)
+        path = textfile.find_last_textfile(places)
     return path is not None and (places.root / path.lstrip("/")).parent.is_dir()
 
 
-def export(
+def write_metrics(
     places: NodePaths, clock: Clock, version: str, conf: str = "", is_shown: bool = False
 ) -> bytes:
     """Writes the file that node exporter reads, if one is configured; returns its text.
@@ -141,26 +144,26 @@ def export(
         config = resolve_auto_redirect(config, sites.read_node_companion_state(places, conf).state)
     except ConfigError as error:
         wrong = error
-    with alone(places):
-        tally, status = count(places), None
+    with hold_metrics_lock(places):
+        tally, status = count_new_events(places), None
         if config is not None:
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
                 status = node_status.read_node_status(Node.of(config, places, clock), conf)
         off = bool(switch.find_off_reason(places, config or Config(), clock.wall()))
         since = disk_errors.read_state(places).since
-        swept = last_sweep(places)
+        swept = read_last_sweep_time(places)
         facts = MetricsFacts(places, config, status, tally, clock.monotonic())
         parts = _list_parts(facts)
         about = config, status, since, swept, clock.wall(), parts
-        written = text(MetricsExportFacts(tally, version, off, *about))
+        written = format_metrics(MetricsExportFacts(tally, version, off, *about))
         # Who reads the last one is to know that the configuration is broken.
-        path = textfile.find_last(places) if config is None else config.metrics.textfile
-        textfile.settle(places, path)
+        path = textfile.find_last_textfile(places) if config is None else config.metrics.textfile
+        textfile.replace_last_textfile(places, path)
         if path is not None:
             file = places.root / path.lstrip("/")
             try:
-                records.write(file, written, READABLE)
+                records.write(file, written, FILE_MODE)
             except FileNotFoundError:
                 if is_shown and wrong is None:
                     return written
@@ -172,10 +175,10 @@ def export(
 
 
 def _list_parts(facts: MetricsFacts) -> tuple[MetricsPart, ...]:
-    return tuple(read(facts) for read in load_all(METRICS_READ_METRICS))
+    return tuple(read(facts) for read in load_doors(METRICS_READ_METRICS))
 
 
-def last_sweep(places: NodePaths) -> float:
+def read_last_sweep_time(places: NodePaths) -> float:
     """When it was, in seconds since the epoch; 0 if none was since the node booted."""
     try:
         return places.called("sweep").stat().st_mtime
@@ -183,7 +186,7 @@ def last_sweep(places: NodePaths) -> float:
         return 0.0
 
 
-def text(facts: MetricsExportFacts) -> bytes:
+def format_metrics(facts: MetricsExportFacts) -> bytes:
     """Pure: the text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_MetricsCollector(facts))
@@ -197,18 +200,18 @@ class _MetricsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         own = {one.name.removeprefix(PREFIX): one for one in self._own()}
         families = (family for part in self.facts.parts for family in part.families)
-        added = [(one.after, {one.name: _family(one)}) for one in families]
+        added = [(one.after, {one.name: _make_family(one)}) for one in families]
         yield from insert_after(own, added).values()
 
     def _own(self) -> Iterator[Metric]:
-        yield from state(self.facts)
+        yield from list_state_metrics(self.facts)
         if self.facts.status is not None:
-            yield from room(self.facts.status)
-        yield from counters(self.facts.tally)
-        yield from histograms(self.facts.tally)
+            yield from list_cache_metrics(self.facts.status)
+        yield from list_counters(self.facts.tally)
+        yield from list_histograms(self.facts.tally)
 
 
-def state(facts: MetricsExportFacts) -> Iterator[Metric]:
+def list_state_metrics(facts: MetricsExportFacts) -> Iterator[Metric]:
     """Pure: the release, whether it works, and how it is configured."""
     config = facts.config
     info = {"version": facts.version}
@@ -218,53 +221,63 @@ def state(facts: MetricsExportFacts) -> Iterator[Metric]:
         info |= part.info
     yield InfoMetricFamily("forestage", "The release, and how it is configured.", value=info)
     text = "When these metrics were written."
-    yield _gauge("written_timestamp_seconds", text, facts.written)
-    yield _gauge("config_valid", "Whether the configuration can be used.", config is not None)
-    yield _gauge("switched_off", "Whether no job is served, by the file or `enabled`.", facts.off)
+    yield _make_gauge("written_timestamp_seconds", text, facts.written)
+    yield _make_gauge("config_valid", "Whether the configuration can be used.", config is not None)
+    yield _make_gauge(
+        "switched_off", "Whether no job is served, by the file or `enabled`.", facts.off
+    )
     found = facts.status
     usable = found is not None and not (found.unusable or found.blocked)
     text = "Whether copies can be made: the cache is mounted, answers, takes writes and has room."
-    yield _gauge("cache_usable", text, usable)
+    yield _make_gauge("cache_usable", text, usable)
     word = node_status.choose_state(found)[0] if found else ""
     states = {name: int(name == word) for name in node_status.STATE_NAMES}
     text = "What `forestage status` says of the node: the state that is 1."
-    yield _by(GaugeMetricFamily, "state", text, "state", states)
+    yield _make_labelled(GaugeMetricFamily, "state", text, "state", states)
     distrusted = "Whether no job is served until every entry was read, for errors of the disk."
-    yield _gauge("disk_doubt", distrusted, bool(facts.doubt))
+    yield _make_gauge("disk_doubt", distrusted, bool(facts.doubt))
     swept = "When the sweep ran last; 0 if it did not since the node booted."
-    yield _gauge("last_sweep_timestamp_seconds", swept, facts.swept)
+    yield _make_gauge("last_sweep_timestamp_seconds", swept, facts.swept)
     if facts.doubt:
         since = "When the last of these errors was seen."
-        yield _gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
+        yield _make_gauge("disk_doubt_timestamp_seconds", since, facts.doubt)
 
 
-def room(status: NodeStatus) -> Iterator[Metric]:
+def list_cache_metrics(status: NodeStatus) -> Iterator[Metric]:
     """Pure: the cache, its room, and who uses it now."""
     if status.room is not None and status.disk is not None:
         found = status.room
-        yield _gauge("cache_bytes", "What the cache takes, copies under way included.", found.used)
-        yield _gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
-        yield _gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
+        yield _make_gauge(
+            "cache_bytes", "What the cache takes, copies under way included.", found.used
+        )
+        yield _make_gauge("cache_max_bytes", "The most it may take (max_size).", found.max_size)
+        yield _make_gauge("cache_low_watermark_bytes", "Where evicting at rest stops.", found.low)
         kinds = {"data": status.data, "image": max(0, found.used - status.data)}
         of_kind = "What each kind takes of that; directories and mounted files are data."
-        yield _by(GaugeMetricFamily, "kind_bytes", of_kind, "kind", kinds)
-        yield _gauge("data_max_bytes", "The most that data may take (data.share).", found.data)
-        yield _gauge("disk_free_bytes", "Free on the cache's disk.", found.free)
-        yield _gauge("disk_min_free_bytes", "What stays free there (min_free).", found.min_free)
-        yield _gauge("disk_bytes", "The size of that disk.", status.disk.total)
+        yield _make_labelled(GaugeMetricFamily, "kind_bytes", of_kind, "kind", kinds)
+        yield _make_gauge("data_max_bytes", "The most that data may take (data.share).", found.data)
+        yield _make_gauge("disk_free_bytes", "Free on the cache's disk.", found.free)
+        yield _make_gauge(
+            "disk_min_free_bytes", "What stays free there (min_free).", found.min_free
+        )
+        yield _make_gauge("disk_bytes", "The size of that disk.", status.disk.total)
     numbers = msgspec.structs.asdict(status.entries)
     total, data = numbers.pop("total"), numbers.pop("data")
-    yield _gauge("entries", "Entries in the cache.", total)
+    yield _make_gauge("entries", "Entries in the cache.", total)
     kinds = {"data": data, "image": total - data}
-    yield _by(GaugeMetricFamily, "entries_of_kind", "Entries by what they are.", "kind", kinds)
+    yield _make_labelled(
+        GaugeMetricFamily, "entries_of_kind", "Entries by what they are.", "kind", kinds
+    )
     in_state = "Entries that are leased, pinned, superseded, damaged; one may be several."
-    yield _by(GaugeMetricFamily, "entries_in_state", in_state, "state", numbers)
-    yield _gauge("leases", "Jobs that hold a lease.", len(status.leases))
-    yield _gauge("leases_damaged", "Leases that cannot be read.", len(status.problems))
+    yield _make_labelled(GaugeMetricFamily, "entries_in_state", in_state, "state", numbers)
+    yield _make_gauge("leases", "Jobs that hold a lease.", len(status.leases))
+    yield _make_gauge("leases_damaged", "Leases that cannot be read.", len(status.problems))
     if status.leases:
         oldest = min(one.since for one in status.leases)
-        yield _gauge("oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest)
-    yield _gauge("redirects", "Paths that show their local copy.", len(status.redirects))
+        yield _make_gauge(
+            "oldest_lease_timestamp_seconds", "When the oldest lease was taken.", oldest
+        )
+    yield _make_gauge("redirects", "Paths that show their local copy.", len(status.redirects))
     called = {
         name: call.time
         for name, call in (
@@ -275,16 +288,16 @@ def room(status: NodeStatus) -> Iterator[Metric]:
         if call
     }
     last = "When Slurm called the hook last, or loaded the companion, since boot."
-    yield _by(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
+    yield _make_labelled(GaugeMetricFamily, "last_call_timestamp_seconds", last, "hook", called)
     missed = "Jobs that run here though no Prolog of forestage ran for them."
-    yield _gauge("jobs_not_called", missed, len(status.calls.missed))
+    yield _make_gauge("jobs_not_called", missed, len(status.calls.missed))
     phases = dict.fromkeys(PHASES, 0)
     for copy in status.copies:
         phases[copy.phase] += 1
-    yield _by(GaugeMetricFamily, "copies_under_way", "Copies by phase.", "phase", phases)
+    yield _make_labelled(GaugeMetricFamily, "copies_under_way", "Copies by phase.", "phase", phases)
 
 
-def counters(tally: EventTally) -> Iterator[Metric]:
+def list_counters(tally: EventTally) -> Iterator[Metric]:
     """Pure: what only grows. Every series is there at once, so that the first error is a growth."""
     for name, text, asked in (
         ("requests", "Images and data that jobs and steps asked for.", tally.requests),
@@ -292,30 +305,35 @@ def counters(tally: EventTally) -> Iterator[Metric]:
     ):
         family = CounterMetricFamily(f"forestage_{name}", text, labels=("hook", "result"))
         for hook in HOOKS:
-            for result, number in _filled(REQUESTS, asked.get(hook, {})).items():
+            for result, number in _with_zeros(REQUESTS, asked.get(hook, {})).items():
                 family.add_metric((hook, result), number)
         yield family
-    starts = _filled(STARTS, tally.starts)
+    starts = _with_zeros(STARTS, tally.starts)
     reasons, failures = collect_reasons(), collect_failures()
-    declined = _by_reason(tally.declined, sorted(reasons.keys() - failures), reasons)
-    errors = _by_reason(tally.errors, sorted(failures), reasons)
-    copied = _filled(ORIGINS, tally.copied)
-    bad = _filled(("sweep", "verify"), tally.bad)
-    spared = _filled(("hit", "joined"), tally.spared)
+    declined = _count_by_reason(tally.declined, sorted(reasons.keys() - failures), reasons)
+    errors = _count_by_reason(tally.errors, sorted(failures), reasons)
+    copied = _with_zeros(ORIGINS, tally.copied)
+    bad = _with_zeros(("sweep", "verify"), tally.bad)
+    spared = _with_zeros(("hit", "joined"), tally.spared)
     spared |= {by: copied[by] for by in ("peers", "others")}
-    through = _filled(("copy", "source"), tally.read_through)
+    through = _with_zeros(("copy", "source"), tally.read_through)
     for name, text, label, numbers in (
         ("starts", "Images that jobs and their further steps began with.", "result", starts),
         ("declined", "Requests not served, by a rule or the user's mistake.", "reason", declined),
         ("errors", "Failures of the node's or forestage's own.", "reason", errors),
-        ("copies", "Copies that have ended.", "result", _filled(ENDS, tally.copies)),
+        ("copies", "Copies that have ended.", "result", _with_zeros(COPY_RESULTS, tally.copies)),
         ("copied_bytes", "Bytes copied into the cache.", "from", copied),
         ("spared_bytes", "Bytes not read from the shared file system.", "by", spared),
         ("read_through_bytes", "Bytes read of copies before they were complete.", "from", through),
         ("bad_entries", "Entries with wrong bytes, by who found them.", "by", bad),
-        ("evictions", "Entries evicted, by the hook.", "hook", _filled(EVICTORS, tally.evicted)),
+        (
+            "evictions",
+            "Entries evicted, by the hook.",
+            "hook",
+            _with_zeros(EVICTORS, tally.evicted),
+        ),
     ):
-        yield _by(CounterMetricFamily, name, text, label, numbers)
+        yield _make_labelled(CounterMetricFamily, name, text, label, numbers)
     for name, text, grown in (
         ("saved_seconds", "What measured starts saved, where their copy was faster.", tally.saved),
         ("lost_seconds", "What measured starts lost, where their copy was slower.", tally.lost),
@@ -324,17 +342,19 @@ def counters(tally: EventTally) -> Iterator[Metric]:
         yield CounterMetricFamily(f"forestage_{name}", text, value=grown)
 
 
-def histograms(tally: EventTally) -> Iterator[Metric]:
+def list_histograms(tally: EventTally) -> Iterator[Metric]:
     """Pure: how long jobs waited, and how fast copies were."""
     waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:
         waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAIT_BOUNDS)
-    yield _histogram("wait_seconds", "What staging one image took, of a hook.", ("hook",), waits)
+    yield _make_histogram(
+        "wait_seconds", "What staging one image took, of a hook.", ("hook",), waits
+    )
     whole = "The rates of whole copies."
-    yield _histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})
+    yield _make_histogram("copy_rate_bytes_per_second", whole, (), {(): tally.rates})
 
 
-def _histogram(
+def _make_histogram(
     name: str, text: str, labels: tuple[str, ...], found: Mapping[tuple[str, ...], Histogram]
 ) -> Metric:
     made = HistogramMetricFamily(f"forestage_{name}", text, labels=labels)
@@ -346,21 +366,21 @@ def _histogram(
     return made
 
 
-def _family(one: MetricFamily) -> Metric:
+def _make_family(one: MetricFamily) -> Metric:
     """Return a feature's family as Prometheus' library has it. Pure."""
     if one.histogram is not None:
-        return _histogram(one.name, one.text, (), {(): one.histogram})
+        return _make_histogram(one.name, one.text, (), {(): one.histogram})
     family = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
     if one.label:
-        return _by(family, one.name, one.text, one.label, one.values)
+        return _make_labelled(family, one.name, one.text, one.label, one.values)
     return family(f"{PREFIX}{one.name}", one.text, value=float(one.value))
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
+def _make_gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"forestage_{name}", text, value=float(value))
 
 
-def _by(
+def _make_labelled(
     family: type[GaugeMetricFamily] | type[CounterMetricFamily],
     name: str,
     text: str,
@@ -373,7 +393,7 @@ def _by(
     return made
 
 
-def _by_reason(
+def _count_by_reason(
     found: Mapping[str, int], expected: Iterable[str], reasons: Container[str]
 ) -> dict[str, int]:
     """Pure: the counts by reason; 0 for each that is `expected`, since its first must be a growth.
@@ -386,5 +406,5 @@ def _by_reason(
     return dict.fromkeys(expected, 0) | known | {OTHER: other}
 
 
-def _filled(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
+def _with_zeros(names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
     return {name: numbers.get(name, 0) for name in names}

@@ -17,7 +17,7 @@ def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     Raises lock.LockTimeout, OSError.
     """
     places, path = facts.node.places, facts.node.config.metrics.textfile
-    if not facts.dry_run and textfile.find_last(places) != path:
-        with textfile.alone(places, textfile.PATIENCE):
-            textfile.settle(places, path)
+    if not facts.dry_run and textfile.find_last_textfile(places) != path:
+        with textfile.hold_metrics_lock(places, textfile.LOCK_TIMEOUT):
+            textfile.replace_last_textfile(places, path)
     return {}

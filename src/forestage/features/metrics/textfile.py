@@ -3,7 +3,7 @@
     /var/lib/forestage/textfile.json    `LastTextfile`; written before the file itself is
 
 One that stays behind after a change of `metrics.textfile` exports its values for ever, and twice
-where node exporter reads both. All of it happens while `alone`.
+where node exporter reads both. All of it happens while `hold_metrics_lock`.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from forestage.config import Config
 from forestage.paths import NodePaths
 from forestage.system import folders, lock, records
 
-PATIENCE = 10.0  # seconds for another `forestage metrics` to end
-# what features/metrics/export.text makes, whose first family is the release
-BEGINS = b"# HELP forestage_"
-DEFAULT = Config().metrics.textfile
+LOCK_TIMEOUT = 10.0  # seconds for another `forestage metrics` to end
+# what features/metrics/export.format_metrics makes, whose first family is the release
+TEXT_START = b"# HELP forestage_"
+DEFAULT_PATH = Config().metrics.textfile
 
 
 class LastTextfile(msgspec.Struct, frozen=True):
     """textfile.json: what `metrics.textfile` was at the last run."""
 
-    path: str | None = DEFAULT
+    path: str | None = DEFAULT_PATH
 
 
 def locate_record(places: NodePaths) -> Path:
@@ -34,7 +34,7 @@ def locate_record(places: NodePaths) -> Path:
 
 
 @contextlib.contextmanager
-def alone(places: NodePaths, patience: float) -> Iterator[None]:
+def hold_metrics_lock(places: NodePaths, patience: float) -> Iterator[None]:
     """Hold the lock that lets one run at a time read, count and write.
 
     Raises OSError, lock.LockTimeout.
@@ -47,7 +47,7 @@ def alone(places: NodePaths, patience: float) -> Iterator[None]:
         yield
 
 
-def find_last(places: NodePaths) -> str | None:
+def find_last_textfile(places: NodePaths) -> str | None:
     """Return what `metrics.textfile` was at the last run; None if none was written then.
 
     The default where that is not known. Raises OSError.
@@ -55,9 +55,9 @@ def find_last(places: NodePaths) -> str | None:
     return (records.find(locate_record(places), LastTextfile) or LastTextfile()).path
 
 
-def settle(places: NodePaths, path: str | None) -> None:
+def replace_last_textfile(places: NodePaths, path: str | None) -> None:
     """Delete the file of the last run if it is another one now, and record this. Raises OSError."""
-    last = find_last(places)
+    last = find_last_textfile(places)
     if last == path:
         return
     if last is not None and _is_ours(places, last):
@@ -69,6 +69,6 @@ def settle(places: NodePaths, path: str | None) -> None:
 
 def _is_ours(places: NodePaths, path: str) -> bool:
     try:
-        return records.read_raw(places.root / path.lstrip("/")).startswith(BEGINS)
+        return records.read_raw(places.root / path.lstrip("/")).startswith(TEXT_START)
     except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
         return False

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from forestage.paths import NodePaths
 
 
-def of_job(
+def find_peer_client(
     config: "Config",
     node_name: str,
     nodelist: str,
@@ -58,4 +58,4 @@ def of_job(
         return None
     from forestage.features.peers import client
 
-    return client.of_nodes(config, node_name, nodelist, key, places, ahead, chunks)
+    return client.find_client_of_nodes(config, node_name, nodelist, key, places, ahead, chunks)

@@ -1,7 +1,7 @@
 """Decide whether a node exchanges chunks with other nodes, by `peers.enabled` and its service.
 
-A hook does not import this to learn that they are off: `features.switched_on` first looks at the
-same key, and at whether the sign is there. Nothing else decides by the key.
+A hook does not import this to learn that they are off: `features.list_switched_on` first looks at
+the same key, and at whether the sign is there. Nothing else decides by the key.
 
     /run/forestage/peer.sign   the sign of this node's service: CLOCK_MONOTONIC, in seconds
 
@@ -21,14 +21,19 @@ from forestage.paths import NodePaths
 from forestage.system import files, folders, lock
 
 SIGN_LASTS = 15.0  # seconds after the service has ended; its unit starts it again after 5
-NODES, SAVED = 3, 32  # fewer nodes, or chunks that all of them save, are not worth it by default
-START = 5.0  # seconds in which the lock must be free: a hook that tries it holds it for a moment
+MIN_NODES, MIN_SAVED_CHUNKS = (
+    3,
+    32,
+)  # fewer nodes, or chunks that all of them save, are not worth it by default
+LOCK_TIMEOUT = (
+    5.0  # seconds in which the lock must be free: a hook that tries it holds it for a moment
+)
 
 
 def is_on(config: Config, places: NodePaths, now: float) -> bool:
     """Return whether this node asks other nodes; `now` is monotonic."""
     if config.peers.enabled is None:
-        return may_serve(config) and is_served(places, now)
+        return may_serve(config) and is_service_running(places, now)
     return config.peers.enabled
 
 
@@ -42,7 +47,7 @@ def is_worthwhile(config: Config, nodes: int, chunks: int) -> bool:
     """
     if not is_automatic(config) or config.peers.reach == "cluster":
         return True
-    return nodes >= NODES and chunks * (nodes - 1) >= SAVED
+    return nodes >= MIN_NODES and chunks * (nodes - 1) >= MIN_SAVED_CHUNKS
 
 
 def may_serve(config: Config) -> bool:
@@ -51,7 +56,7 @@ def may_serve(config: Config) -> bool:
     return config.peers.enabled is not False and config.engine == "chunks"
 
 
-def why_not(config: Config) -> str:
+def explain_no_service(config: Config) -> str:
     """Return why the configuration allows no service, as the keys say it. Pure."""
     return "peers.enabled: false" if config.peers.enabled is False else f"engine: {config.engine}"
 
@@ -61,7 +66,7 @@ def is_automatic(config: Config) -> bool:
     return config.peers.enabled is None
 
 
-def is_served(places: NodePaths, now: float) -> bool:
+def is_service_running(places: NodePaths, now: float) -> bool:
     """Return whether this node's service runs, or ran a moment ago; `now` is monotonic."""
     try:
         if not lock.is_free(places.peer_sign):
@@ -80,7 +85,7 @@ def hold_sign(places: NodePaths) -> Iterator[Callable[[], None]]:
     Raises LockTimeout, OSError.
     """
     folders.ensure_directory_with_mode(places.run, folders.PASSABLE)
-    with lock.held(places.peer_sign, START):
+    with lock.held(places.peer_sign, LOCK_TIMEOUT):
 
         def renew() -> None:
             # In place: a file that takes its name would be another file's lock.

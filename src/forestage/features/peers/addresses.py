@@ -19,7 +19,7 @@ from forestage.config.keys import PeersSection
 from forestage.features.peers import node_list
 from forestage.paths import NodePaths
 
-NONE: Mapping[str, str] = {}
+NO_ADDRESSES: Mapping[str, str] = {}
 
 
 class AddressFinder(Protocol):
@@ -31,7 +31,7 @@ class AddressFinder(Protocol):
 class NodeAddresses:
     """The address of each node's service; `listed` has NodeAddr by the node's name."""
 
-    def __init__(self, peering: PeersSection, listed: Mapping[str, str] = NONE) -> None:
+    def __init__(self, peering: PeersSection, listed: Mapping[str, str] = NO_ADDRESSES) -> None:
         self._peering = peering
         self._listed = listed
 
@@ -46,8 +46,8 @@ class NodeAddresses:
         return msgspec.structs.replace(named, otherwise=listed)
 
 
-def load(peering: PeersSection, places: NodePaths) -> NodeAddresses:
+def load_addresses(peering: PeersSection, places: NodePaths) -> NodeAddresses:
     """Return the addresses by root's list, if there is one that can be read."""
     with contextlib.suppress(OSError):
-        return NodeAddresses(peering, node_list.addresses(places, time.time()))
+        return NodeAddresses(peering, node_list.read_addresses(places, time.time()))
     return NodeAddresses(peering)

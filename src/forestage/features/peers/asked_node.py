@@ -16,7 +16,7 @@ from forestage.features.peers.connection import PeerConnection, PeerRequestError
 from forestage.features.peers.protocol import PeerSession, SessionUnknown
 from forestage.paths import NodePaths
 
-MOST = 64 << 20  # bytes of an answer: a name of 200,000 files has 100 of these or more
+MAX_REPLY_BYTES = 64 << 20  # bytes of an answer: a name of 200,000 files has 100 of these or more
 SLOWEST = 1 << 20  # bytes a second; a limit for one answer
 GRACE = 10.0  # seconds more for it
 
@@ -36,8 +36,8 @@ class PeerNodeClient:
 
     def __init__(self, config: Config, places: NodePaths, node: str, name: str, path: str) -> None:
         """Raises PeerError, OSError where the key file cannot be used."""
-        self._prover = auth.prover(config.peers.key_file, places)
-        self._line = PeerConnection(addresses.load(config.peers, places).of(node))
+        self._prover = auth.make_authenticator(config.peers.key_file, places)
+        self._line = PeerConnection(addresses.load_addresses(config.peers, places).of(node))
         self._path = path
         self._name = name
         self._node, self._places = node, places
@@ -81,10 +81,12 @@ class PeerNodeClient:
         for _ in range(2):
             if self._session is None:
                 self._session = protocol.open_session(self._line, self._name, self._prover, stop)
-            limit = ResponseDeadline(0.0, time.monotonic() + GRACE + MOST / SLOWEST, stop)
+            limit = ResponseDeadline(
+                0.0, time.monotonic() + GRACE + MAX_REPLY_BYTES / SLOWEST, stop
+            )
             try:
                 path = self._path + more
-                return protocol.fetch_look(self._line, self._session, path, MOST, limit)
+                return protocol.fetch_reply(self._line, self._session, path, MAX_REPLY_BYTES, limit)
             except SessionUnknown:  # its service was restarted
                 self._session = None
         raise PeerRequestError("refused", "the session is not known")

@@ -29,11 +29,11 @@ from forestage.system.files import open_descriptor
 
 PROTOCOL = "forestage-1"
 CREDENTIAL_SECONDS = 60  # by the wall clocks of two nodes, which may differ by some seconds
-PATIENCE = 5.0  # seconds for munge or unmunge
+MUNGE_TIMEOUT = 5.0  # seconds for munge or unmunge
 SECRET_BYTES = 32
-MAX_TEXT = 4096  # bytes of a credential; ours have some 500
+MAX_CREDENTIAL_BYTES = 4096  # bytes of a credential; ours have some 500
 MAX_KEY_FILE = 4096  # bytes
-PURPOSE = b"forestage 1: credentials of peer services"  # HKDF's `info`
+HKDF_PURPOSE = b"forestage 1: credentials of peer services"  # HKDF's `info`
 
 
 class BadCredential(Exception):
@@ -141,7 +141,7 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
         try:
             os.pwrite(fd, said, 0)
             words = [*argv, f"--input=/proc/self/fd/{fd}", *where]
-            return run.run_program(words, [fd], timeout=PATIENCE)
+            return run.run_program(words, [fd], timeout=MUNGE_TIMEOUT)
         finally:
             os.close(fd)
 
@@ -172,9 +172,9 @@ class KeyFileAuthenticator(msgspec.Struct, frozen=True):
 
     def offer(self, key: str) -> Credential:
         made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
-        mac = _keyed(self.shared, "session", key, str(made), nonce).hex()
+        mac = _compute_protocol_mac(self.shared, "session", key, str(made), nonce).hex()
         text = msgspec.json.encode(_SignedCredential(PROTOCOL, key, made, nonce, mac)).decode()
-        return Credential(text, _keyed(self.shared, "secret", key, str(made), nonce))
+        return Credential(text, _compute_protocol_mac(self.shared, "secret", key, str(made), nonce))
 
     def read(self, text: str) -> VerifiedClaim:
         try:
@@ -182,14 +182,16 @@ class KeyFileAuthenticator(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError as error:
             raise BadCredential(f"not of this kind: {error}") from None
         about = said.key, str(said.made), said.nonce
-        shared = next((one for one in (self.shared, *self.others) if _is_by(one, said)), None)
+        shared = next(
+            (one for one in (self.shared, *self.others) if _is_signed_with(one, said)), None
+        )
         if said.protocol != PROTOCOL or shared is None:
             raise BadCredential("made with another key")
         # As munge does: the other node's clock may be ahead of this one's.
         age = time.time() - said.made / 1000
         if abs(age) > CREDENTIAL_SECONDS:
             raise BadCredential(f"made {age:.0f}s ago, by another node's clock")
-        return VerifiedClaim(said.key, _keyed(shared, "secret", *about))
+        return VerifiedClaim(said.key, _compute_protocol_mac(shared, "secret", *about))
 
 
 class SlurmKeyAuthenticator(msgspec.Struct, frozen=True):
@@ -210,15 +212,15 @@ class SlurmKeyAuthenticator(msgspec.Struct, frozen=True):
     def _derived(self) -> KeyFileAuthenticator:
         """Raises PeerError where the file cannot be used."""
         try:
-            keys = auth_key.load(self.file, time.time())
+            keys = auth_key.load_keys(self.file, time.time())
         except OSError as error:
             raise PeerError(f"{self.file}: {error.strerror}") from None
         except ValueError as error:
             raise PeerError(str(error), "peers.key_file takes its place") from None
-        return KeyFileAuthenticator(derive(keys.default), tuple(map(derive, keys.others)))
+        return KeyFileAuthenticator(derive_key(keys.default), tuple(map(derive_key, keys.others)))
 
 
-def prover(key_file: str | None, places: NodePaths) -> Authenticator:
+def make_authenticator(key_file: str | None, places: NodePaths) -> Authenticator:
     """The prover that the configuration names, else that of Slurm's AuthType.
 
     Raises PeerError, OSError; NoCredential where there is none.
@@ -227,25 +229,25 @@ def prover(key_file: str | None, places: NodePaths) -> Authenticator:
         return KeyFileAuthenticator.load(Path(key_file))
     if places.munge:
         return MungeAuthenticator(places.munge)
-    kind = auth_key.auth_type(places.slurm_conf, places.root)
+    kind = auth_key.read_auth_type(places.slurm_conf, places.root)
     if kind == "munge":
         if not run.find_program("munge"):
             raise NoCredential("munge is not installed", "or set peers.key_file")
         return MungeAuthenticator()
-    file = auth_key.find(places.slurm_conf, places.root) if kind == "slurm" else None
+    file = auth_key.find_key_file(places.slurm_conf, places.root) if kind == "slurm" else None
     if file is None:
         what = "no slurm.key is beside slurm.conf" if kind == "slurm" else "AuthType proves nothing"
         raise NoCredential(what, "set peers.key_file")
     return SlurmKeyAuthenticator(file)
 
 
-def derive(key: bytes, info: bytes = PURPOSE) -> bytes:
+def derive_key(key: bytes, info: bytes = HKDF_PURPOSE) -> bytes:
     """Pure: a key of SECRET_BYTES for one purpose, by HKDF-SHA256 (RFC 5869) without a salt."""
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
     return hmac.digest(extracted, info + b"\1", hashlib.sha256)
 
 
-def check(prover: Authenticator) -> None:
+def check_authenticator(prover: Authenticator) -> None:
     """Reads a credential of its own: what fails here fails with every peer. Raises PeerError."""
     try:
         prover.read(prover.offer("").text)
@@ -253,42 +255,44 @@ def check(prover: Authenticator) -> None:
         raise PeerError(str(refused), "run it as root, and see munged") from None
 
 
-def of_session(secret: bytes, session: str) -> str:
+def session_mac(secret: bytes, session: str) -> str:
     """The MAC of a server's first response: it could read the credential."""
-    return _hmac(secret, "session", session).hex()
+    return _compute_mac(secret, "session", session).hex()
 
 
-def of_request(secret: bytes, session: str, method: str, path: str, span: str, counter: int) -> str:
+def request_mac(
+    secret: bytes, session: str, method: str, path: str, span: str, counter: int
+) -> str:
     """The MAC of a request; `span` is its Range header.
 
     It holds the session's name: else a recorded request would be right in the session that a
     recorded credential opens on another node.
     """
-    return _hmac(secret, "request", session, method, path, span, str(counter)).hex()
+    return _compute_mac(secret, "request", session, method, path, span, str(counter)).hex()
 
 
-def of_response(
+def response_mac(
     secret: bytes, counter: int, status: int, has: str, digest: str = "", length: int = 0
 ) -> str:
     """The MAC of a response. `digest`: hex, "" where no chunk follows; `has`: "" without a copy."""
-    return _hmac(secret, "answer", str(counter), str(status), has, digest, str(length)).hex()
+    return _compute_mac(secret, "answer", str(counter), str(status), has, digest, str(length)).hex()
 
 
-def same(mac: str, other: str) -> bool:
+def is_same_mac(mac: str, other: str) -> bool:
     """Compares in a time that does not depend on how much of it is right."""
     return hmac.compare_digest(mac.encode(), other.encode(errors="replace"))
 
 
-def _is_by(shared: bytes, said: _SignedCredential) -> bool:
-    right = _keyed(shared, "session", said.key, str(said.made), said.nonce)
-    return same(right.hex(), said.mac)
+def _is_signed_with(shared: bytes, said: _SignedCredential) -> bool:
+    right = _compute_protocol_mac(shared, "session", said.key, str(said.made), said.nonce)
+    return is_same_mac(right.hex(), said.mac)
 
 
-def _keyed(shared: bytes, purpose: str, *said: str) -> bytes:
-    return _hmac(shared, PROTOCOL, purpose, *said)
+def _compute_protocol_mac(shared: bytes, purpose: str, *said: str) -> bytes:
+    return _compute_mac(shared, PROTOCOL, purpose, *said)
 
 
-def _hmac(secret: bytes, *said: str) -> bytes:
+def _compute_mac(secret: bytes, *said: str) -> bytes:
     # Each with its length: no two lists of words are the same bytes.
     message = "".join(f"{len(word)}:{word}" for word in said)
     return hmac.digest(secret, message.encode(errors="surrogateescape"), hashlib.sha256)

@@ -18,9 +18,9 @@ import msgspec
 from forestage.slurm.slurm_conf import USUAL_CONF, SlurmConf, locate_conf
 from forestage.system.files import open_descriptor
 
-NAMES = ("slurm.jwks", "slurm.key")
-SHORTEST = 16  # bytes: of slurm.jwks auth/slurm takes no shorter key
-LONGEST = 64 << 10  # bytes of a file
+KEY_FILE_NAMES = ("slurm.jwks", "slurm.key")
+MIN_KEY_BYTES = 16  # bytes: of slurm.jwks auth/slurm takes no shorter key
+MAX_FILE_BYTES = 64 << 10  # bytes of a file
 _COPIES = ("/run/slurm/conf/", "/conf-cache/")
 
 AuthType = Literal["munge", "slurm", "other"]
@@ -45,7 +45,7 @@ class _JwksFile(msgspec.Struct, frozen=True):
     keys: tuple[_JwksKey, ...]
 
 
-def auth_type(named: str, root: Path = Path("/")) -> AuthType:
+def read_auth_type(named: str, root: Path = Path("/")) -> AuthType:
     """Return how Slurm's daemons know each other; `named` is $SLURM_CONF or "".
 
     A slurm.conf that is not there or cannot be read says nothing: munge is Slurm's default.
@@ -58,17 +58,17 @@ def auth_type(named: str, root: Path = Path("/")) -> AuthType:
     return "munge" if kind == "munge" else "slurm" if kind == "slurm" else "other"
 
 
-def find(named: str, root: Path = Path("/")) -> Path | None:
-    """Return the file of this node's keys, None if there is none. `named` as in `auth_type`."""
+def find_key_file(named: str, root: Path = Path("/")) -> Path | None:
+    """Return the file of this node's keys, or None. `named` as in `read_auth_type`."""
     conf = locate_conf(named, root)
     folders = [Path(conf).parent] if conf else []
     if not conf or any(copy in conf for copy in _COPIES):
         folders += [root / Path(usual).parent.relative_to("/") for usual in USUAL_CONF]
-    files = (folder / name for folder in folders for name in NAMES)
+    files = (folder / name for folder in folders for name in KEY_FILE_NAMES)
     return next((file for file in files if file.exists()), None)
 
 
-def load(file: Path, now: float) -> SlurmAuthKeys:
+def load_keys(file: Path, now: float) -> SlurmAuthKeys:
     """Return the keys of slurm.key or slurm.jwks; `now` is the time, by which keys of it end.
 
     Raises OSError; ValueError where slurmd would not start with the file, or the key is too short.
@@ -78,19 +78,21 @@ def load(file: Path, now: float) -> SlurmAuthKeys:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode) or facts.st_mode & stat.S_IRWXO:
             raise ValueError(f"{file} can be read or written by all")
-        text = os.read(fd, LONGEST)
+        text = os.read(fd, MAX_FILE_BYTES)
     return (
-        _parse(file, text, now) if file.name.endswith(".jwks") else SlurmAuthKeys(_long(file, text))
+        _parse_jwks(file, text, now)
+        if file.name.endswith(".jwks")
+        else SlurmAuthKeys(_check_length(file, text))
     )
 
 
-def _parse(file: Path, text: bytes, now: float) -> SlurmAuthKeys:
+def _parse_jwks(file: Path, text: bytes, now: float) -> SlurmAuthKeys:
     try:
         keys = msgspec.json.decode(text, type=_JwksFile).keys
-        decoded = [(key, _decode(key.k)) for key in keys]
+        decoded = [(key, _decode_base64(key.k)) for key in keys]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no list of keys: {error}") from None
-    found = [(key, _long(file, raw)) for key, raw in decoded]
+    found = [(key, _check_length(file, raw)) for key, raw in decoded]
     default = next((raw for key, raw in found if key.use.lower() == "default"), None)
     good = [raw for key, raw in found if key.exp is None or key.exp > now]
     if default is None and not found:
@@ -99,12 +101,14 @@ def _parse(file: Path, text: bytes, now: float) -> SlurmAuthKeys:
     return SlurmAuthKeys(first, tuple(raw for raw in good if raw != first))
 
 
-def _decode(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     plain = text.rstrip("=").replace("-", "+").replace("_", "/")
     return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
 
 
-def _long(file: Path, key: bytes) -> bytes:
-    if len(key) < SHORTEST:
-        raise ValueError(f"{file} holds a key of {len(key)} bytes, expected {SHORTEST} or more")
+def _check_length(file: Path, key: bytes) -> bytes:
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(
+            f"{file} holds a key of {len(key)} bytes, expected {MIN_KEY_BYTES} or more"
+        )
     return key

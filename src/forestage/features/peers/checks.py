@@ -25,9 +25,9 @@ from forestage.slurm import nodelist
 from forestage.system import as_user
 from forestage.system.tree import HANGS, RootedTree
 
-SAMPLE = 16  # names that are resolved, of any number
+MAX_SAMPLED_NAMES = 16  # names that are resolved, of any number
 PEER_SERVICE = "forestage-peer.service"
-NAMED = 8  # nodes that a finding names, of any number
+MAX_PRINTED_NAMES = 8  # nodes that a finding names, of any number
 _LISTEN = "0A"  # /proc/net/tcp, TCP_LISTEN
 _EACH_READS = (
     "The nodes of a job each read an image from the shared file system, in place of once for all"
@@ -40,7 +40,7 @@ def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     target, config = facts.target, facts.settings.of_node
     conf = None if facts.site is None else facts.site.conf
     if target.is_root:  # others read neither the key nor the service's sign
-        yield from _service_and_names(facts.files, target.places, config, conf, target.clock)
+        yield from _find_peer_problems(facts.files, target.places, config, conf, target.clock)
 
 
 def wants_unit(config: Config) -> bool:
@@ -48,7 +48,7 @@ def wants_unit(config: Config) -> bool:
     return activation.may_serve(config)
 
 
-def _service_and_names(
+def _find_peer_problems(
     files: RootedTree, places: NodePaths, config: Config, conf: ParsedSlurmConf | None, clock: Clock
 ) -> Iterator[CheckFinding]:
     if not activation.may_serve(config):
@@ -57,8 +57,8 @@ def _service_and_names(
     level: FindingLevel = "note" if activation.is_automatic(config) else "warning"
     has_munge = False
     try:
-        prover = auth.prover(peers.key_file, places)
-        auth.check(prover)
+        prover = auth.make_authenticator(peers.key_file, places)
+        auth.check_authenticator(prover)
         has_munge = isinstance(prover, auth.MungeAuthenticator)
     except (ForestageError, OSError) as error:
         yield CheckFinding(
@@ -68,20 +68,21 @@ def _service_and_names(
             f"It gets no chunk from them and sends none. {_EACH_READS}",
             "systemctl enable --now munge, or peers.key_file",
         )
-    is_served = activation.is_served(places, clock.monotonic())
-    yield from _service(files, peers.port, is_served, level)
-    silent = sorted(unanswered.read_silent(places, clock.monotonic()))
+    is_served = activation.is_service_running(places, clock.monotonic())
+    yield from _find_service_problems(files, peers.port, is_served, level)
+    silent = sorted(unanswered.list_silent_nodes(places, clock.monotonic()))
     if silent:
         yield CheckFinding(
             "peer-silent",
             "note",
-            f"the peer service of {_name_some(silent)} did not answer within the last minutes",
+            f"the peer service of {_format_some_names(silent)}"
+            " did not answer within the last minutes",
             "Copies here do without these nodes for five minutes, and read more of the shared file"
             " system",
             f"forestage check there; firewalls must let compute nodes reach port {peers.port}",
         )
-    nodes = _nodes(places, conf, clock.wall())
-    if has_munge and is_served and len(nodes) > 1 and proven.read(places) is None:
+    nodes = _list_candidate_nodes(places, conf, clock.wall())
+    if has_munge and is_served and len(nodes) > 1 and proven.find_proven_node(places) is None:
         yield CheckFinding(
             "peer-unproven",
             "note",
@@ -89,10 +90,10 @@ def _service_and_names(
             "Debian makes a key for each node. Nodes with different keys give each other nothing",
             "a job on several nodes shows it; /etc/munge/munge.key has to be the same on all",
         )
-    yield from _names(_sample(nodes), addresses.load(peers, places))
+    yield from _find_unresolved_names(_sample_names(nodes), addresses.load_addresses(peers, places))
 
 
-def _service(
+def _find_service_problems(
     files: RootedTree, port: int, is_served: bool, level: FindingLevel
 ) -> Iterator[CheckFinding]:
     """Yield what keeps other nodes from this node's service."""
@@ -153,49 +154,49 @@ def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(b"".join(words))
 
 
-def _nodes(places: NodePaths, conf: ParsedSlurmConf | None, now: float) -> list[str]:
+def _list_candidate_nodes(places: NodePaths, conf: ParsedSlurmConf | None, now: float) -> list[str]:
     """Return nodes that copies may ask: by root's list, else the fixed ones of slurm.conf."""
     with contextlib.suppress(OSError):
-        if listed := node_list.read(places, now):
+        if listed := node_list.read_up_nodes(places, now):
             return list(listed)
     lists = () if conf is None else conf.nodes
     return [name for one in lists for name in nodelist.expand_nodelist(one)]
 
 
-def _sample(names: list[str]) -> list[str]:
+def _sample_names(names: list[str]) -> list[str]:
     """Return a few of many, from all over the list. Pure."""
-    step = max(1, len(names) // SAMPLE)
-    return names[::step][:SAMPLE]
+    step = max(1, len(names) // MAX_SAMPLED_NAMES)
+    return names[::step][:MAX_SAMPLED_NAMES]
 
 
-def _names(names: list[str], known: NodeAddresses) -> Iterator[CheckFinding]:
+def _find_unresolved_names(names: list[str], known: NodeAddresses) -> Iterator[CheckFinding]:
     """Whether this node's name service knows the names by which other nodes are asked."""
     works = [functools.partial(_has_address, known.of(name)) for name in names]
-    found = as_user.run_each_in_child(works, bool, HANGS, 2 * HANGS, SAMPLE)
+    found = as_user.run_each_in_child(works, bool, HANGS, 2 * HANGS, MAX_SAMPLED_NAMES)
     bad = [name for name, known in zip(names, found, strict=True) if not known]
     if bad:
         yield CheckFinding(
             "peer-names",
             "note",
             f"{len(bad)} of {len(names)} nodes that were tried have no address here:"
-            f" {_name_some(bad)}",
+            f" {_format_some_names(bad)}",
             "Those nodes are asked for no chunk, and a copy may wait for the name service",
             "DNS, or /etc/hosts on each node: the names of slurm.conf's NodeName, or NodeAddr",
         )
 
 
-def _name_some(names: Sequence[str]) -> str:
+def _format_some_names(names: Sequence[str]) -> str:
     """Return a list of nodes that people can read. Pure."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - MAX_PRINTED_NAMES} more" if len(names) > MAX_PRINTED_NAMES else ""
+    return ", ".join(names[:MAX_PRINTED_NAMES]) + more
 
 
 def _has_address(address: ServiceAddress) -> bool:
     tried = (address.host, address.otherwise)
-    return any(resolve(name) for name in tried if name)
+    return any(is_resolvable(name) for name in tried if name)
 
 
-def resolve(name: str) -> bool:
+def is_resolvable(name: str) -> bool:
     """Return whether the name service knows an address for a name. It may take its time."""
     try:
         return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))

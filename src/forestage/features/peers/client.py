@@ -24,7 +24,7 @@ from forestage.features.peers import (
     unanswered,
 )
 from forestage.features.peers.auth import Authenticator
-from forestage.features.peers.connection import MOMENT, PeerConnection, PeerRequestError
+from forestage.features.peers.connection import POLL_INTERVAL, PeerConnection, PeerRequestError
 from forestage.features.peers.known_copies import OtherJobsPeers
 from forestage.features.peers.protocol import (
     ChunkReceiver,
@@ -35,9 +35,9 @@ from forestage.features.peers.protocol import (
 from forestage.paths import NodePaths
 from forestage.slurm.nodelist import expand_nodelist
 
-KEPT = 32  # connections of one thread
-NOBODY = OtherJobsPeers()
-SILENCE = 0.9  # seconds without an answer; less than connection.CONNECT
+MAX_CONNECTIONS = 32  # connections of one thread
+NO_OTHER_PEERS = OtherJobsPeers()
+SILENCE = 0.9  # seconds without an answer; less than connection.CONNECT_TIMEOUT
 AGAIN = 1.0  # seconds for which one thread's failure to open a session counts for all threads
 
 
@@ -53,7 +53,7 @@ class _SharedSession:
     @contextlib.contextmanager
     def held(self, stop: Callable[[], bool]) -> Iterator[None]:
         """Takes the lock; opening a session may take seconds. Raises PeerRequestError at `stop`."""
-        while not self.lock.acquire(timeout=MOMENT):
+        while not self.lock.acquire(timeout=POLL_INTERVAL):
             if stop():
                 raise PeerRequestError("slow", "it is not wanted any more")
         try:
@@ -72,7 +72,7 @@ class PeerClient:
         me: str,
         key: str,
         prover: Authenticator,
-        others: OtherJobsPeers = NOBODY,
+        others: OtherJobsPeers = NO_OTHER_PEERS,
         places: NodePaths | None = None,
     ) -> None:
         self.givers = others.givers
@@ -80,7 +80,7 @@ class PeerClient:
         self.nodes = nodes if others.follows else (*nodes, *others.readers)
         self.me = me
         self._key = key
-        self._addresses = addresses.load(config.peers, places or NodePaths())
+        self._addresses = addresses.load_addresses(config.peers, places or NodePaths())
         self._prover = prover
         self._places = places or NodePaths()
         self._sessions = {node: _SharedSession() for node in (*nodes, *self.givers)}
@@ -91,14 +91,14 @@ class PeerClient:
         """Writes a chunk to the receiver and returns its digest, which the bytes have.
 
         Raises PeerRequestError: then nothing that was written counts. What `receiver.write` raises
-        goes through. The first chunk of a peer may take protocol.HANDSHAKE seconds more than its
-        limit.
+        goes through. The first chunk of a peer may take protocol.HANDSHAKE_TIMEOUT seconds more
+        than its limit.
         """
         line = self._connection(peer)
         for _ in range(2):
             session = self._session(peer, line, receiver.stop)
             try:
-                return protocol.fetch(line, session, self._key, chunk, receiver)
+                return protocol.fetch_chunk(line, session, self._key, chunk, receiver)
             except SessionUnknown:
                 self._forget(peer, session, receiver.stop)
         raise PeerRequestError("refused", "the session is not known")
@@ -115,29 +115,29 @@ class PeerClient:
         except PeerRequestError as refused:
             now = time.monotonic()
             if now - begun >= SILENCE:
-                unanswered.note_silence(self._places, peer, now)
+                unanswered.record_silence(self._places, peer, now)
             elif refused.why != "slow":  # else the copy is over, and nobody knows
-                unanswered.note_answer(self._places, peer)
+                unanswered.delete_silence(self._places, peer)
             raise
         finally:
             line.close()
-        unanswered.note_answer(self._places, peer)
+        unanswered.delete_silence(self._places, peer)
 
     def silent(self) -> frozenset[str]:
         """The nodes that did not answer another copy a short while ago."""
-        return unanswered.read_silent(self._places, time.monotonic())
+        return unanswered.list_silent_nodes(self._places, time.monotonic())
 
     def wrong(self) -> frozenset[str]:
         """The nodes whose chunks of the key another copy has found wrong."""
         with contextlib.suppress(OSError):
-            return notices.read(self._places, self._key)
+            return notices.read_wrong_readers(self._places, self._key)
         return frozenset()
 
     def tell(self, giver: str, reader: str) -> None:
         """Tells who gave wrong bytes, who had read them, and this node's service, of it."""
         known = (giver, reader, self.me)
         nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
-        notices.tell(self._addresses, nodes, self._key, reader, self._prover)
+        notices.send_notices(self._addresses, nodes, self._key, reader, self._prover)
 
     def _connection(self, peer: str) -> PeerConnection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
@@ -146,7 +146,7 @@ class PeerClient:
         lines: OrderedDict[str, PeerConnection] = self._own.lines
         if peer not in lines:
             lines[peer] = PeerConnection(self._addresses.of(peer))
-            while len(lines) > KEPT:
+            while len(lines) > MAX_CONNECTIONS:
                 lines.popitem(last=False)[1].close()
         lines.move_to_end(peer)
         return lines[peer]
@@ -173,7 +173,7 @@ class PeerClient:
         """Note, once for a copy, that another node could read our credential."""
         if peer != self.me and not self._is_proven:
             self._is_proven = True
-            proven.note(self._places, peer, time.time())
+            proven.record_proven_node(self._places, peer, time.time())
 
     def _forget(self, peer: str, session: PeerSession, stop: Callable[[], bool]) -> None:
         shared = self._sessions[peer]
@@ -182,7 +182,7 @@ class PeerClient:
                 shared.session = None
 
 
-def of_nodes(
+def find_client_of_nodes(
     config: Config,
     node_name: str,
     nodelist: str,
@@ -191,18 +191,18 @@ def of_nodes(
     ahead: bool,
     chunks: int | None,
 ) -> PeerClient | None:
-    """As peers.of_job, which loads this for more than one node."""
+    """As peers.find_peer_client, which loads this for more than one node."""
     nodes, places = expand_nodelist(nodelist), places or NodePaths()
     if chunks is not None and not activation.is_worthwhile(config, len(nodes), chunks):
         return None
     if node_name not in nodes:
         nodes = (*nodes, node_name)
-    listed = node_list.read(places, time.time()) if config.peers.reach == "cluster" else ()
+    listed = node_list.read_up_nodes(places, time.time()) if config.peers.reach == "cluster" else ()
     if len(nodes) < 2 and not listed:
         return None
-    prover = auth.prover(config.peers.key_file, places)
-    found = addresses.load(config.peers, places)
-    others = known_copies.find(found, key, node_name, nodes, listed, prover, ahead)
+    prover = auth.make_authenticator(config.peers.key_file, places)
+    found = addresses.load_addresses(config.peers, places)
+    others = known_copies.query_known_copies(found, key, node_name, nodes, listed, prover, ahead)
     if len(nodes) < 2 and not others.givers:
         return None
     return PeerClient(config, nodes, node_name, key, prover, others, places)

@@ -21,7 +21,7 @@ def peer(world: "CommandContext", node: str | None) -> None:
     from forestage.slurm.queue import SlurmClient
 
     slurm = SlurmClient.of(os.environ)
-    server.run(world.node(), node or slurm.node, slurm)
+    server.run_service(world.node(), node or slurm.node, slurm)
 
 
 COMMANDS = (peer,)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forestage.config import ServiceAddress
-from forestage.features.peers.schedule import Why
+from forestage.features.peers.schedule import FailureReason
 
-CONNECT = 1.0  # seconds for each address of a name; as long for the name itself
-STALL = 1.5  # seconds without a byte
-MOMENT = 0.05  # seconds between two looks at whether the answer is still wanted
+CONNECT_TIMEOUT = 1.0  # seconds for each address of a name; as long for the name itself
+SILENCE_TIMEOUT = 1.5  # seconds without a byte
+POLL_INTERVAL = 0.05  # seconds between two looks at whether the answer is still wanted
 MANY = 256 << 10  # bytes that are worth waking up for
 MAX_SMALL = 4096  # bytes of a response that is no chunk
 
@@ -34,9 +34,9 @@ class PeerRequestError(Exception):
     or the copy does not want it any more.
     """
 
-    def __init__(self, why: Why, detail: str) -> None:
+    def __init__(self, why: FailureReason, detail: str) -> None:
         super().__init__(f"{why}: {detail}")
-        self.why: Why = why
+        self.why: FailureReason = why
 
 
 class ResponseDeadline:
@@ -47,9 +47,9 @@ class ResponseDeadline:
     """
 
     def __init__(
-        self, wait: float, until: float, stop: Callable[[], bool], late: Why = "slow"
+        self, wait: float, until: float, stop: Callable[[], bool], late: FailureReason = "slow"
     ) -> None:
-        self._patience = wait + STALL
+        self._patience = wait + SILENCE_TIMEOUT
         self._until = until
         self._stop = stop
         self._late = late
@@ -67,10 +67,10 @@ class ResponseDeadline:
             raise PeerRequestError(self._late, "it took too long")
         if now >= until:
             raise TimeoutError
-        return min(MOMENT, self._until - now, until - now)
+        return min(POLL_INTERVAL, self._until - now, until - now)
 
     def arrived(self) -> None:
-        self._patience = STALL
+        self._patience = SILENCE_TIMEOUT
 
 
 class _BoundedSocket(socket.socket):
@@ -123,10 +123,10 @@ class PeerConnection(http.client.HTTPConnection):
         """Connects, if need be, and sets the limit of what follows. Raises PeerRequestError."""
         if self.sock is None:
             try:
-                self.sock = _connected(self._address, limit)
+                self.sock = _connect_with_fallback(self._address, limit)
             except OSError as error:
                 raise PeerRequestError("refused", str(error)) from None
-        self.sock.settimeout(STALL)
+        self.sock.settimeout(SILENCE_TIMEOUT)
         self.sock.limit = limit
 
     def ask(
@@ -151,27 +151,29 @@ class _ResolveError(OSError):
     """A name for which the name service has no address, or none in time."""
 
 
-_unresolved: set[str] = set()
+_unresolved_hosts: set[str] = set()
 """Such names, for which this process, that of one copy, does not wait a second time."""
 
 
-def _connected(address: ServiceAddress, limit: ResponseDeadline) -> _BoundedSocket:
+def _connect_with_fallback(address: ServiceAddress, limit: ResponseDeadline) -> _BoundedSocket:
     """Raises PeerRequestError where it is not wanted or late, OSError where nobody is reached."""
     if not address.otherwise:
-        return _connected_to(address.host, address.port, limit, 2 * CONNECT)
-    if address.host not in _unresolved:
+        return _connect_to_host(address.host, address.port, limit, 2 * CONNECT_TIMEOUT)
+    if address.host not in _unresolved_hosts:
         try:
-            return _connected_to(address.host, address.port, limit, CONNECT)
+            return _connect_to_host(address.host, address.port, limit, CONNECT_TIMEOUT)
         except _ResolveError:
-            _unresolved.add(address.host)
-    return _connected_to(address.otherwise, address.port, limit, 2 * CONNECT)
+            _unresolved_hosts.add(address.host)
+    return _connect_to_host(address.otherwise, address.port, limit, 2 * CONNECT_TIMEOUT)
 
 
-def _connected_to(host: str, port: int, limit: ResponseDeadline, patience: float) -> _BoundedSocket:
+def _connect_to_host(
+    host: str, port: int, limit: ResponseDeadline, patience: float
+) -> _BoundedSocket:
     """Connect to a host, for whose address its name service has `patience` seconds.
 
-    Raises as `_connected`. Nothing can interrupt getaddrinfo(3), so this has a thread of its own,
-    which is abandoned if need be.
+    Raises as `_connect_with_fallback`. Nothing can interrupt getaddrinfo(3), so this has a thread
+    of its own, which is abandoned if need be.
     """
     made: list[socket.socket] = []
     failed: list[Exception] = []
@@ -187,7 +189,7 @@ def _connected_to(host: str, port: int, limit: ResponseDeadline, patience: float
         for family, kind, protocol, _, to in found:
             one = socket.socket(family, kind, protocol)
             try:
-                one.settimeout(CONNECT)
+                one.settimeout(CONNECT_TIMEOUT)
                 one.connect(to)
             except OSError as error:
                 one.close()
@@ -202,7 +204,7 @@ def _connected_to(host: str, port: int, limit: ResponseDeadline, patience: float
     while thread.is_alive():
         if not resolved.is_set() and time.monotonic() >= start + patience:
             raise _ResolveError(f"{host}: its name service does not answer")
-        thread.join(limit.moment(start + 2 * CONNECT))
+        thread.join(limit.moment(start + 2 * CONNECT_TIMEOUT))
     if not made:
         kind = OSError if resolved.is_set() else _ResolveError
         raise kind(f"{host}: {failed[0]}")
@@ -211,7 +213,7 @@ def _connected_to(host: str, port: int, limit: ResponseDeadline, patience: float
     return line
 
 
-def read_small(response: http.client.HTTPResponse) -> bytes:
+def read_short_body(response: http.client.HTTPResponse) -> bytes:
     """The whole of a short body. Raises what `PeerConnection.ask` raises."""
     body = response.read(MAX_SMALL)
     if not response.isclosed():

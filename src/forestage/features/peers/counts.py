@@ -35,6 +35,6 @@ class _PeerTallyRecord(msgspec.Struct):
     tally: UploadTotals = msgspec.field(default_factory=UploadTotals)
 
 
-def read_counts(places: NodePaths) -> UploadTotals:
+def read_upload_totals(places: NodePaths) -> UploadTotals:
     """Return what tally.json has, nothing where it cannot be read. Raises OSError."""
     return (records.find(places.tally, _PeerTallyRecord) or _PeerTallyRecord()).tally

@@ -43,7 +43,7 @@ class PeerHelpers:
         from forestage.features.peers import with_peers  # few copies have peers
 
         # What peers send takes the same links and processors: the source's pace is not known.
-        given = with_peers.copy(source, part, tuning, stop, self.peers, readers)
+        given = with_peers.copy_with_peers(source, part, tuning, stop, self.peers, readers)
         return EngineResult(given, self.peers.givers)
 
 
@@ -55,13 +55,13 @@ def helpers(task: CopyTask) -> PeerHelpers | None:
     count = chunk_count(task.image.size, task.chunk)
     if count > MAX_SHARED:
         detail = f"{count} chunks, at most {MAX_SHARED}: a larger chunk_size makes fewer"
-        log.say(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
+        log.write_log_line(f"stager job={job.id} peers=none detail={detail!r}", by_slurm=True)
         return None
     try:
         about = node.config, job.node, job.nodelist, task.key, node.places
-        found = peers.of_job(*about, ahead=bool(job.expected), chunks=count)
+        found = peers.find_peer_client(*about, ahead=bool(job.expected), chunks=count)
     except (PeerError, OSError) as error:
-        log.say(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
+        log.write_log_line(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
         return None
     return PeerHelpers(found) if found else None
 
@@ -72,6 +72,6 @@ def uploaded(task: CopyTask) -> int:
     It writes them once a second.
     """
     with contextlib.suppress(OSError):  # only a figure
-        given = stats.read(task.node.places.peer)
+        given = stats.find_upload_counts(task.node.places.peer)
         return given.of(task.key) if given else 0
     return 0

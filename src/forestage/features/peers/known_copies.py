@@ -33,16 +33,16 @@ from forestage.features.peers.auth import Authenticator
 from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
 from forestage.features.peers.ring import NodeRing
 
-ASKED = 3  # nodes for each copy
-TRIED = 2  # nodes of those that are named
+QUERIED_NODES = 3  # nodes for each copy
+MAX_GIVERS = 2  # nodes of those that are named
 PATIENCE = 1.0  # seconds for all answers together
 NAMES = 4  # of one key, those that asked last
-OF_JOB = 2  # nodes of a job that are remembered
-KEPT = 86400.0  # seconds
+ANNOUNCED_PER_JOB = 2  # nodes of a job that are remembered
+REMEMBERED_SECONDS = 86400.0  # seconds
 READERS = 4  # nodes that read an image ahead of jobs
-COPIES = 600.0  # seconds for which these may be at it
+SPECULATIVE_SECONDS = 600.0  # seconds for which these may be at it
 KEYS = 10_000  # some 5 MB
-MOST = 4096  # bytes of an answer
+MAX_REPLY_BYTES = 4096  # bytes of an answer
 
 PATH = re.compile(r"/v1/copies/([0-9a-f]{32})(?:/([A-Za-z0-9][A-Za-z0-9._-]{0,62}))?")
 
@@ -75,7 +75,9 @@ class RequesterTable:
     With `first` the first of them instead.
     """
 
-    def __init__(self, names: int = NAMES, kept: float = KEPT, first: bool = False) -> None:
+    def __init__(
+        self, names: int = NAMES, kept: float = REMEMBERED_SECONDS, first: bool = False
+    ) -> None:
         self._names = slice(names) if first else slice(-names, None)
         self._kept = kept
         self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
@@ -93,20 +95,20 @@ class RequesterTable:
         return tuple(others)
 
 
-def whom_to_ask(key: str, nodes: Collection[str], me: str) -> list[str]:
+def pick_nodes_to_query(key: str, nodes: Collection[str], me: str) -> list[str]:
     """Pure: the nodes that remember who has the key, three others; this one too if it does."""
-    asked = list(NodeRing(key, tuple(nodes)).nodes[: ASKED + 1])
-    if me not in asked[:ASKED]:
-        return asked[:ASKED]
+    asked = list(NodeRing(key, tuple(nodes)).nodes[: QUERIED_NODES + 1])
+    if me not in asked[:QUERIED_NODES]:
+        return asked[:QUERIED_NODES]
     return asked if asked != [me] else []
 
 
-def announces(key: str, job: Collection[str], me: str) -> bool:
+def should_announce(key: str, job: Collection[str], me: str) -> bool:
     """Pure: whether this node of the job is one of those that say who they are."""
-    return me in NodeRing(key, tuple(job)).nodes[:OF_JOB]
+    return me in NodeRing(key, tuple(job)).nodes[:ANNOUNCED_PER_JOB]
 
 
-def to_try(
+def pick_givers(
     answers: Sequence[tuple[str, KnownCopiesReply]], known: Collection[str]
 ) -> tuple[str, ...]:
     """Pure: the nodes to take from; who has a copy before who is only named.
@@ -115,22 +117,22 @@ def to_try(
     """
     sure = [node for node, answer in answers if answer.has]
     named = [node for _, answer in answers for node in answer.nodes]
-    return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:TRIED]
+    return tuple(node for node in dict.fromkeys((*sure, *named)) if node in known)[:MAX_GIVERS]
 
 
-def who_reads(
+def pick_readers(
     asked: Sequence[str], answers: Sequence[tuple[str, KnownCopiesReply]], known: Collection[str]
 ) -> tuple[str, ...]:
     """Pure: the nodes that began to read ahead before this one, by one node's word.
 
-    `asked` are those asked, in the order of the ring; `known` as for `to_try`.
+    `asked` are those asked, in the order of the ring; `known` as for `pick_givers`.
     """
     said = dict(answers)
     first = next((said[node].first for node in asked if node in said), ())
     return tuple(node for node in first if node in known)[:READERS]
 
 
-def find(
+def query_known_copies(
     addresses: AddressFinder,
     key: str,
     me: str,
@@ -144,28 +146,28 @@ def find(
     `ahead`: no job waits for the copy, so nodes share the reading.
     """
     known = frozenset(nodes).difference(job)
-    asked = whom_to_ask(key, nodes, me)
+    asked = pick_nodes_to_query(key, nodes, me)
     until = time.monotonic() + PATIENCE
     came: SimpleQueue[tuple[str, KnownCopiesReply | None]] = SimpleQueue()
 
-    path = f"/v1/copies/{key}/{me}" if announces(key, job, me) else f"/v1/copies/{key}"
+    path = f"/v1/copies/{key}/{me}" if should_announce(key, job, me) else f"/v1/copies/{key}"
 
     def ask(node: str) -> None:
-        came.put((node, _ask(addresses, node, key, path, prover, until)))
+        came.put((node, _query_node(addresses, node, key, path, prover, until)))
 
     for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
     answers: list[tuple[str, KnownCopiesReply]] = []
-    for node, answer in _until(came, len(asked), until):
+    for node, answer in _collect_replies(came, len(asked), until):
         answers += [(node, answer)] if answer else []
-        if len(to_try(answers, known)) == TRIED and not ahead:
+        if len(pick_givers(answers, known)) == MAX_GIVERS and not ahead:
             break
-    before = who_reads(asked, answers, known) if ahead else ()
-    givers = tuple(dict.fromkeys((*to_try(answers, known), *before)))
+    before = pick_readers(asked, answers, known) if ahead else ()
+    givers = tuple(dict.fromkeys((*pick_givers(answers, known), *before)))
     return OtherJobsPeers(givers, before, follows=len(before) == READERS)
 
 
-def _until(
+def _collect_replies(
     came: "SimpleQueue[tuple[str, KnownCopiesReply | None]]", count: int, until: float
 ) -> Iterator[tuple[str, KnownCopiesReply | None]]:
     for _ in range(count):
@@ -175,7 +177,7 @@ def _until(
             return
 
 
-def _ask(
+def _query_node(
     addresses: AddressFinder, node: str, key: str, path: str, prover: Authenticator, until: float
 ) -> KnownCopiesReply | None:
     """What one node answers; None: nothing, or nothing in time."""
@@ -187,7 +189,7 @@ def _ask(
     try:
         session = protocol.open_session(line, key, prover, late)
         limit = ResponseDeadline(0.0, until, late)
-        body = protocol.fetch_look(line, session, path, MOST, limit)
+        body = protocol.fetch_reply(line, session, path, MAX_REPLY_BYTES, limit)
         return msgspec.json.decode(body, type=KnownCopiesReply) if body else None
     except (PeerRequestError, protocol.SessionUnknown, msgspec.MsgspecError):
         return None

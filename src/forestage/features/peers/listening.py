@@ -27,7 +27,7 @@ from forestage.paths import NodePaths
 from forestage.slurm.queue import SlurmClient
 
 PATIENCE = 30.0  # seconds for an interface, or a name, that is not there yet
-AGAIN = 1.0  # seconds between two looks
+RETRY_INTERVAL = 1.0  # seconds between two looks
 BACKLOG = 1024  # connections that nodes of a large job open in the same moment
 # A client that neither takes nor acknowledges bytes for so long is gone (tcp(7)); milliseconds.
 USER_TIMEOUT = 10_000
@@ -36,7 +36,7 @@ SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 Wait = Callable[[float], None]
 
 
-def open_sockets(
+def open_service_sockets(
     config: PeersSection, places: NodePaths, node: str, slurm: SlurmClient, wait: Wait = time.sleep
 ) -> list[socket.socket]:
     """Return the sockets of this node's service, which listen. `node` is its name in Slurm.
@@ -44,27 +44,27 @@ def open_sockets(
     Raises PeerError; ConfigError where it is no address of this node.
     """
     if config.listen is not None:
-        return sockets_at(config, node, config.listen.replace("{node}", node))
+        return open_sockets_at(config, node, config.listen.replace("{node}", node))
     left = PATIENCE
-    hosts: Iterable[str] = find_hosts(config, places, node, slurm)
+    hosts: Iterable[str] = list_own_hosts(config, places, node, slurm)
     while True:
         tried = []
         for host in hosts:
-            if (where := _usable(host, config.of(node).host == node)) is None:
+            if (where := _find_listen_host(host, config.of(node).host == node)) is None:
                 tried.append(host)
                 continue
             with contextlib.suppress(_AddressNotHere):
-                return sockets_at(config, node, where)
+                return open_sockets_at(config, node, where)
             tried.append(host)
         hosts = tuple(dict.fromkeys(tried))
         if left <= 0:
-            what = _not_here(" or ".join(hosts), node)
+            what = _explain_not_here(" or ".join(hosts), node)
             raise ConfigError((ConfigProblem("", "peers.listen", what),))
-        left -= AGAIN
-        wait(AGAIN)
+        left -= RETRY_INTERVAL
+        wait(RETRY_INTERVAL)
 
 
-def find_hosts(
+def list_own_hosts(
     config: PeersSection, places: NodePaths, node: str, slurm: SlurmClient
 ) -> Iterator[str]:
     """Return where other nodes find this one, the surest first; slurmctld is asked last."""
@@ -72,21 +72,21 @@ def find_hosts(
     if named != node:
         yield named
         return
-    if found := slurm_nodes.find_address(slurm.conf, places.root, node):
+    if found := slurm_nodes.find_configured_address(slurm.conf, places.root, node):
         yield found
     with contextlib.suppress(OSError):
-        listed = node_list.addresses(places, time.time())
+        listed = node_list.read_addresses(places, time.time())
         if node in listed:
             found = listed[node] or node
             yield found
     try:
-        found = slurm_nodes.query_address(slurm, node) or found
+        found = slurm_nodes.query_node_address(slurm, node) or found
     except ForestageError as error:  # it may not run yet, or not be found from here
-        log.say(f"peer asked Slurm for its NodeAddr in vain: {error}", by_slurm=False)
+        log.write_log_line(f"peer asked Slurm for its NodeAddr in vain: {error}", by_slurm=False)
     yield found or node
 
 
-def _usable(host: str, may_be_all: bool) -> str | None:
+def _find_listen_host(host: str, may_be_all: bool) -> str | None:
     """Return what to listen at for a host, "" for all addresses; None where it is unknown.
 
     `may_be_all`: the host is NodeAddr, which by itself is no wish for one network.
@@ -102,12 +102,12 @@ def _usable(host: str, may_be_all: bool) -> str | None:
         return host
     if may_be_all:
         what = f"{host} leads to loopback alone" if found else f"{host} does not resolve"
-        log.say(f"peer listens on all addresses: {what} on this node", by_slurm=False)
+        log.write_log_line(f"peer listens on all addresses: {what} on this node", by_slurm=False)
         return ""
     return None
 
 
-def _not_here(names: str, node: str) -> str:
+def _explain_not_here(names: str, node: str) -> str:
     return (
         f"is null, and other nodes find {node} at {names}, which is no address of this node:"
         ' set it to an address or an interface here, or to "" for all'
@@ -118,7 +118,7 @@ class _AddressNotHere(PeerError):
     """No interface of this node has the address."""
 
 
-def sockets_at(config: PeersSection, node: str, where: str) -> list[socket.socket]:
+def open_sockets_at(config: PeersSection, node: str, where: str) -> list[socket.socket]:
     """Sockets on an address, a name or an interface; "" is all addresses. Raises PeerError.
 
     The port is the one that other nodes use for this node, so that several services on one host can
@@ -142,7 +142,7 @@ def sockets_at(config: PeersSection, node: str, where: str) -> list[socket.socke
         for family, address in addresses:
             try:
                 one = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                _listen(one, address, device, config.bandwidth)
+                _bind_and_listen(one, address, device, config.bandwidth)
             except OSError as error:
                 # A kernel without IPv6, or with all of it switched off, has no such addresses, and
                 # a name may have some of another network's.
@@ -165,7 +165,9 @@ def sockets_at(config: PeersSection, node: str, where: str) -> list[socket.socke
     return sockets
 
 
-def _listen(one: socket.socket, address: tuple[Any, ...], device: str, rate: int | None) -> None:
+def _bind_and_listen(
+    one: socket.socket, address: tuple[Any, ...], device: str, rate: int | None
+) -> None:
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if one.family == socket.AF_INET6:
         one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -50,7 +50,7 @@ class AbsentChunk(msgspec.Struct, frozen=True):
     beyond: bool = False
 
 
-Found: TypeAlias = PresentChunk | PendingChunk | AbsentChunk
+ChunkState: TypeAlias = PresentChunk | PendingChunk | AbsentChunk
 
 
 class LocalCopyState(msgspec.Struct, frozen=True):
@@ -63,19 +63,23 @@ class LocalCopyState(msgspec.Struct, frozen=True):
     def here(self, number: int | None = None) -> int:
         """The chunks that are in, bit 5 is chunk 5; of one alone it takes no time."""
         if number is None:
-            return chunks_in(self.digests)
-        return is_in(self.digests, number) << number
+            return parse_chunk_set(self.digests)
+        return is_chunk_in(self.digests, number) << number
 
     def for_other_jobs(self, here: int) -> int:
         """Of these chunks, those that nodes of other jobs may have (origins.py)."""
         return here if self.noted is None else self.noted.may_leave(here, self.is_whole)
 
 
-def find(cache: Cache, key: str, number: int) -> Found:
+def locate_chunk(cache: Cache, key: str, number: int) -> ChunkState:
     """The chunk as it is now. Raises OSError of the cache's disk."""
     # A part may be published between the first two looks: then the third one finds the entry.
     for published in (True, False, True):
-        found = _entry(cache, key, number) if published else _part(cache, key, number)
+        found = (
+            _locate_in_entry(cache, key, number)
+            if published
+            else _locate_in_part(cache, key, number)
+        )
         if found is not None:
             return found
     return AbsentChunk()
@@ -89,7 +93,7 @@ def read_map(cache: Cache, key: str) -> bytes:
     return b""
 
 
-def look(cache: Cache, key: str) -> LocalCopyState:
+def read_copy_state(cache: Cache, key: str) -> LocalCopyState:
     """What is known of a copy under way, or of the entry that it has become, at this moment."""
     for directory, is_whole in ((cache.part_dir(key), False), (cache.entry_dir(key), True)):
         with contextlib.suppress(FileNotFoundError):
@@ -97,14 +101,14 @@ def look(cache: Cache, key: str) -> LocalCopyState:
             digests = files.read_file(directory / "map")
             if digests.startswith(digest.UNKNOWN):  # nobody could prove what came
                 return LocalCopyState()
-            noted = origins.read(directory)
+            noted = origins.find_chunk_readers(directory)
             if noted is not None or (directory / "map").exists():
                 return LocalCopyState(digests, noted, is_whole)
             # It has been published, with its note.
     return LocalCopyState()
 
 
-def source_failed(cache: Cache, key: str) -> bool:
+def has_source_failed(cache: Cache, key: str) -> bool:
     """Whether a copy here reads nothing more: its source gives errors, or its stager was killed.
 
     The latter counts as well: the service answers at once that a chunk is not here, and a peer that
@@ -112,15 +116,15 @@ def source_failed(cache: Cache, key: str) -> bool:
     """
     part = cache.part(key)
     owner = part.owner()
-    return part.source_failed.exists() or (owner is not None and not _is_copied(cache, key))
+    return part.source_failed.exists() or (owner is not None and not _is_being_copied(cache, key))
 
 
-def is_in(digests: bytes, number: int) -> bool:
+def is_chunk_in(digests: bytes, number: int) -> bool:
     """Pure: whether a map says that this chunk is in."""
     return any(digests[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES])
 
 
-def chunks_in(digests: bytes) -> int:
+def parse_chunk_set(digests: bytes) -> int:
     """Pure: the chunks that a map says are in; bit 5 is chunk 5.
 
     Each response says it, so no Python runs for each chunk.
@@ -130,41 +134,43 @@ def chunks_in(digests: bytes) -> int:
     return int(any_byte.translate(_IS_IN) or b"0", 2)
 
 
-def _entry(cache: Cache, key: str, number: int) -> Found | None:
+def _locate_in_entry(cache: Cache, key: str, number: int) -> ChunkState | None:
     entry = cache.read(key)
     if entry is None or not entry.chunk:
         return None
-    return _chunk(cache.entry_dir(key), number, entry.identity.size, entry.chunk)
+    return _locate_in_directory(cache.entry_dir(key), number, entry.identity.size, entry.chunk)
 
 
-def _part(cache: Cache, key: str, number: int) -> Found | None:
+def _locate_in_part(cache: Cache, key: str, number: int) -> ChunkState | None:
     owner = cache.part(key).owner()
     if owner is None:
-        return _publishing(cache, key, number)
+        return _locate_while_publishing(cache, key, number)
     # What another boot wrote may have reached the map and not the disk.
     if owner.boot != boot_id() or owner.engine != "chunks":
         return None
-    is_copied = _is_copied(cache, key)
-    return _chunk(cache.part_dir(key), number, owner.image.size, owner.chunk, is_copied)
+    is_copied = _is_being_copied(cache, key)
+    return _locate_in_directory(
+        cache.part_dir(key), number, owner.image.size, owner.chunk, is_copied
+    )
 
 
-def _is_copied(cache: Cache, key: str) -> bool:
+def _is_being_copied(cache: Cache, key: str) -> bool:
     return not lock.is_free(cache.key_lock(key))
 
 
-def _publishing(cache: Cache, key: str, number: int) -> Found | None:
+def _locate_while_publishing(cache: Cache, key: str, number: int) -> ChunkState | None:
     """A chunk of a part that is complete and being published; making it durable takes a while."""
     directory = cache.part_dir(key)
     entry = records.find(directory / "entry.json", Entry)
     # Without a stager it is what a crash left, perhaps in another boot.
     if entry is None or not entry.chunk or lock.is_free(cache.key_lock(key)):
         return None
-    return _chunk(directory, number, entry.identity.size, entry.chunk)
+    return _locate_in_directory(directory, number, entry.identity.size, entry.chunk)
 
 
-def _chunk(
+def _locate_in_directory(
     directory: Path, number: int, image_size: int, chunk: int, is_copied: bool = False
-) -> Found | None:
+) -> ChunkState | None:
     """A chunk of the image in this directory; None where the directory has gone meanwhile."""
     if number >= chunk_count(image_size, chunk):
         return AbsentChunk(beyond=True)
@@ -218,5 +224,5 @@ class ChunkArrivalPoller:
         with contextlib.suppress(OSError):  # those who wait will meet the error themselves
             digests = read_map(self._cache, key)
             for (other, number), arrived in self._events.items():
-                if other == key and is_in(digests, number):
+                if other == key and is_chunk_in(digests, number):
                     arrived.set()

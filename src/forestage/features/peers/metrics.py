@@ -20,16 +20,16 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
     places = facts.places
     info = {}
     if facts.config is not None:
-        has_service = activation.is_served(places, facts.now)
+        has_service = activation.is_service_running(places, facts.now)
         info = {"peers": describe_peers(facts.config, has_service)}
-    silent = len(unanswered.read_silent(places, facts.now))
-    return MetricsPart(info, tuple(list_families(silent, counts.read_counts(places))))
+    silent = len(unanswered.list_silent_nodes(places, facts.now))
+    return MetricsPart(info, tuple(list_families(silent, counts.read_upload_totals(places))))
 
 
 def count(places: NodePaths) -> dict[str, object]:
     """Return the counts that are to be kept now. Raises OSError."""
-    found = counts.read_counts(places)
-    found.add(stats.read(places.peer))
+    found = counts.read_upload_totals(places)
+    found.add(stats.find_upload_counts(places.peer))
     return msgspec.structs.asdict(found)
 
 

@@ -15,12 +15,12 @@ from typing import Annotated
 
 import msgspec
 
-from forestage.features.peers.peer_table import bits, sum_of
+from forestage.features.peers.peer_table import list_chunk_numbers, make_chunk_set
 from forestage.system import files, records
 
 NAME = "origins"
 
-Chunks = Annotated[str, msgspec.Meta(pattern="^-?[0-9a-f]+$")]
+HexChunkSet = Annotated[str, msgspec.Meta(pattern="^-?[0-9a-f]+$")]
 
 
 class ChunkReaders(msgspec.Struct, frozen=True):
@@ -29,8 +29,8 @@ class ChunkReaders(msgspec.Struct, frozen=True):
     `compared`: all is in, and the pieces that were drawn of it were the source's.
     """
 
-    by: dict[str, Chunks] = {}
-    outside: Chunks = "0"
+    by: dict[str, HexChunkSet] = {}
+    outside: HexChunkSet = "0"
     compared: bool = False
 
     def reader(self, number: int) -> str:
@@ -48,18 +48,18 @@ class ChunkReaders(msgspec.Struct, frozen=True):
         return here & named & ~int(self.outside, 16)
 
 
-NOTHING = ChunkReaders(outside="-1")
+UNREADABLE_RECORD = ChunkReaders(outside="-1")
 """Of a damaged file, or one that is being written."""
 
 
-def read(directory: Path) -> ChunkReaders | None:
+def find_chunk_readers(directory: Path) -> ChunkReaders | None:
     """Of a part or an entry; None: no peer had a part in it."""
     try:
         return records.load(directory / NAME, ChunkReaders)
     except FileNotFoundError:
         return None
     except (OSError, records.DamagedRecord):
-        return NOTHING
+        return UNREADABLE_RECORD
 
 
 class ChunkReaderRecorder:
@@ -69,7 +69,7 @@ class ChunkReaderRecorder:
         """`here`: the chunks that were in before."""
         self._file = directory / NAME
         self._me = me
-        before = read(directory) or ChunkReaders({me: f"{sum_of(here):x}"})
+        before = find_chunk_readers(directory) or ChunkReaders({me: f"{make_chunk_set(here):x}"})
         self._by = {who: int(its, 16) for who, its in before.by.items()}
         self._outside = int(before.outside, 16)
         self.write()
@@ -82,11 +82,11 @@ class ChunkReaderRecorder:
 
     def of(self, reader: str) -> list[int]:
         """The chunks that this node read, by what their givers say."""
-        return bits(self._by.get(reader, 0)) if reader != self._me else []
+        return list_chunk_numbers(self._by.get(reader, 0)) if reader != self._me else []
 
     def strike(self, numbers: Iterable[int]) -> None:
         """These chunks are not in any more."""
-        gone = sum_of(numbers)
+        gone = make_chunk_set(numbers)
         self._by = {who: its & ~gone for who, its in self._by.items()}
         self._outside &= ~gone
 

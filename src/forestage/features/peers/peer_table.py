@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
 # If this many peers are unreachable and none ever answered, no service is taken to run anywhere.
-ENOUGH = 8
+ENOUGH_UNREACHABLE = 8
 
-GREETINGS = 16  # at once, apart from those that take long
+MAX_FIRST_CONNECTIONS = 16  # at once, apart from those that take long
 
 
 class PeerTable:
@@ -60,7 +60,9 @@ class PeerTable:
     @property
     def alone(self) -> bool:
         """Whether no service seems to run on any of them."""
-        return not self._answered and len(self._unreached) >= min(len(self.neighbours), ENOUGH)
+        return not self._answered and len(self._unreached) >= min(
+            len(self.neighbours), ENOUGH_UNREACHABLE
+        )
 
     @property
     def any_heard(self) -> bool:
@@ -75,7 +77,7 @@ class PeerTable:
     def next_greeting(self, now: float, patience: float) -> str | None:
         """Return a peer to connect to for the first time, and note that this has begun."""
         fresh = sum(now - since <= patience for since in self._greetings.values())
-        if fresh >= GREETINGS:
+        if fresh >= MAX_FIRST_CONNECTIONS:
             return None
         left = (
             peer
@@ -228,7 +230,7 @@ class RunningMedian:
         self.seconds = before * (1.1 if seconds > before else 1 / 1.1)
 
 
-def sum_of(numbers: Iterable[int]) -> int:
+def make_chunk_set(numbers: Iterable[int]) -> int:
     """The set of these chunks."""
     found = 0
     for number in numbers:
@@ -236,15 +238,15 @@ def sum_of(numbers: Iterable[int]) -> int:
     return found
 
 
-def bits(chunks: int) -> list[int]:
+def list_chunk_numbers(chunks: int) -> list[int]:
     """The numbers of a set's chunks, in order."""
     found = []
     while chunks:
-        found.append(lowest(chunks))
+        found.append(lowest_chunk(chunks))
         chunks &= chunks - 1
     return found
 
 
-def lowest(chunks: int) -> int:
+def lowest_chunk(chunks: int) -> int:
     """The number of a set's first chunk."""
     return (chunks & -chunks).bit_length() - 1

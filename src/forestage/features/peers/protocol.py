@@ -32,7 +32,7 @@ from forestage.features.peers import auth, connection
 from forestage.features.peers.auth import Authenticator, BadCredential, SessionReply
 from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
 
-HANDSHAKE = 4.0  # seconds for munge on the other side, which a busy node may need
+HANDSHAKE_TIMEOUT = 4.0  # seconds for munge on the other side, which a busy node may need
 
 
 Stop = Callable[[], bool]
@@ -93,9 +93,11 @@ def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: St
     """
 
     def limit() -> ResponseDeadline:
-        return ResponseDeadline(HANDSHAKE, time.monotonic() + HANDSHAKE, stop, late="refused")
+        return ResponseDeadline(
+            HANDSHAKE_TIMEOUT, time.monotonic() + HANDSHAKE_TIMEOUT, stop, late="refused"
+        )
 
-    with contextlib.ExitStack() as undo, _as_refusals():
+    with contextlib.ExitStack() as undo, _convert_errors():
         undo.callback(line.close)
         # First the connection: no credential is made for a node that is out of reach.
         line.open(limit())
@@ -103,15 +105,15 @@ def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: St
         response = line.ask("POST", "/v1/session", {}, limit(), offer.text.encode())
         if response.status != http.client.OK:
             raise PeerRequestError("refused", f"status {response.status}")
-        opened = msgspec.json.decode(connection.read_small(response), type=SessionReply)
+        opened = msgspec.json.decode(connection.read_short_body(response), type=SessionReply)
         # A host that cannot read the credential cannot make this MAC: it is no node of ours.
-        if not auth.same(auth.of_session(offer.secret, opened.session), opened.mac):
+        if not auth.is_same_mac(auth.session_mac(offer.secret, opened.session), opened.mac):
             raise PeerRequestError("wrong", "a wrong MAC on a session")
         undo.pop_all()
         return PeerSession(opened.session, offer.secret)
 
 
-def fetch(
+def fetch_chunk(
     line: PeerConnection,
     session: PeerSession,
     key: str,
@@ -127,23 +129,23 @@ def fetch(
     limit = ResponseDeadline(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
-        with _as_refusals():
+        with _convert_errors():
             response, counter = _send_request(line, session, path, chunk, limit)
             if response.status != http.client.PARTIAL_CONTENT:
-                connection.read_small(response)
+                connection.read_short_body(response)
                 undo.pop_all()
-        expected, reader = _checked_digest(response, session, counter, receiver)
+        expected, reader = _parse_chunk_head(response, session, counter, receiver)
         receiver.peer_says(expected, reader)
         if response.length != chunk.size:
             raise PeerRequestError("wrong", f"{response.length} bytes of {chunk.size}")
-        found = _receive(response, chunk, receiver)
+        found = _receive_chunk(response, chunk, receiver)
         if found.hex() != expected:
             raise PeerRequestError("wrong", "the bytes do not have their digest")
         undo.pop_all()
     return found
 
 
-def fetch_look(
+def fetch_reply(
     line: PeerConnection, session: PeerSession, path: str, most: int, limit: ResponseDeadline
 ) -> bytes | None:
     """What a peer has found, proven by a MAC; None where it has nothing, or nothing yet.
@@ -152,7 +154,7 @@ def fetch_look(
     """
     with contextlib.ExitStack() as undo:
         undo.callback(line.close)
-        with _as_refusals():
+        with _convert_errors():
             response, counter = _send_request(line, session, path, None, limit)
             if response.length is None or response.length > most:
                 raise PeerRequestError("wrong", f"a look of {response.length} bytes")
@@ -161,10 +163,10 @@ def fetch_look(
     if response.status == http.client.UNAUTHORIZED:
         raise SessionUnknown
     said = response.headers.get("Forestage-Digest", "")
-    right = auth.of_response(session.secret, counter, response.status, "", said, length)
+    right = auth.response_mac(session.secret, counter, response.status, "", said, length)
     if response.status not in (http.client.OK, http.client.NOT_FOUND):
         raise PeerRequestError("refused", f"status {response.status}")
-    if not auth.same(right, response.headers.get("Forestage-Mac", "")):
+    if not auth.is_same_mac(right, response.headers.get("Forestage-Mac", "")):
         raise PeerRequestError("wrong", "a wrong MAC on a look")
     if response.status == http.client.NOT_FOUND:
         return None
@@ -190,7 +192,7 @@ def _send_request(
             "Forestage-Counter": str(counter),
             "Forestage-Wait": f"{wait:.3f}",
             "Forestage-Reach": reach,
-            "Forestage-Mac": auth.of_request(
+            "Forestage-Mac": auth.request_mac(
                 session.secret, session.name, "GET", path, span, counter
             ),
         }
@@ -204,7 +206,7 @@ def _send_request(
                 raise
 
 
-def _checked_digest(
+def _parse_chunk_head(
     response: http.client.HTTPResponse, session: PeerSession, counter: int, receiver: ChunkReceiver
 ) -> tuple[str, str]:
     """The digest of the chunk that follows, and who read it from the source.
@@ -215,12 +217,12 @@ def _checked_digest(
         raise SessionUnknown
     length = response.length or 0
     has, expected = (response.headers.get(f"Forestage-{name}", "") for name in ("Has", "Digest"))
-    right = auth.of_response(session.secret, counter, response.status, has, expected, length)
+    right = auth.response_mac(session.secret, counter, response.status, has, expected, length)
     mac = response.headers.get("Forestage-Mac", "")
     # Without a MAC it proves nothing, so it is no lie either: a proxy, or trouble over there.
     if response.status == http.client.FORBIDDEN or (response.status >= 400 and not mac):
         raise PeerRequestError("refused", f"status {response.status}")
-    if not auth.same(right, mac):
+    if not auth.is_same_mac(right, mac):
         raise PeerRequestError("wrong", "a wrong MAC on a response")
     known = _HAS.fullmatch(has) if has else None
     if has and not known:
@@ -234,7 +236,7 @@ def _checked_digest(
     return expected, known[3] if known else ""
 
 
-def _receive(
+def _receive_chunk(
     response: http.client.HTTPResponse, chunk: ChunkRequest, receiver: ChunkReceiver
 ) -> bytes:
     """The digest of the bytes that came."""
@@ -242,7 +244,7 @@ def _receive(
     end = chunk.start + chunk.size
     for at in range(chunk.start, end, len(receiver.buffer)):
         piece = receiver.buffer[: min(len(receiver.buffer), end - at)]
-        with _as_refusals():
+        with _convert_errors():
             count = response.readinto(piece)
         if count != len(piece):
             raise PeerRequestError("refused", "the connection was closed half-way")
@@ -252,7 +254,7 @@ def _receive(
 
 
 @contextlib.contextmanager
-def _as_refusals() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     """Turns all that a connection or a prover may raise into PeerRequestError."""
     try:
         yield

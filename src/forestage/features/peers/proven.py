@@ -22,14 +22,14 @@ class ProvenNode(msgspec.Struct, frozen=True):
     at: float
 
 
-def read(places: NodePaths) -> ProvenNode | None:
+def find_proven_node(places: NodePaths) -> ProvenNode | None:
     """Return the node that was proven last since the boot, None if none was."""
     with contextlib.suppress(OSError):
         return records.find(places.proven, ProvenNode)
     return None
 
 
-def note(places: NodePaths, node: str, at: float) -> None:
+def record_proven_node(places: NodePaths, node: str, at: float) -> None:
     """Note that this node and the other one have the same key. What cannot be noted is not."""
     with contextlib.suppress(OSError):
         folders.ensure_directory(places.proven.parent, folders.PASSABLE)

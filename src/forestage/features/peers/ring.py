@@ -27,7 +27,7 @@ class NodeRing:
     """The nodes of one job, for one image. `place` is each node's index in `nodes`."""
 
     def __init__(self, key: str, nodes: Sequence[str]) -> None:
-        self.nodes, self.place = _ordered(key, tuple(nodes))
+        self.nodes, self.place = _order_nodes(key, tuple(nodes))
 
     def reader(self, number: int) -> str:
         """The node that reads the chunk from the shared file system."""
@@ -48,7 +48,7 @@ class NodeRing:
     def neighbours(self, me: str) -> list[str]:
         """The nodes that `me` talks to, the nearest before it first."""
         at, count = self.place[me], len(self.nodes)
-        steps = [digit * worth for worth in _worths(count) for digit in range(1, SPAN)]
+        steps = [digit * worth for worth in _place_values(count) for digit in range(1, SPAN)]
         near = [at - step for step in steps if step < count]
         near += [at + step for step in range(1, min(SPAN, count))]
         return [peer for peer in dict.fromkeys(self.nodes[at % count] for at in near) if peer != me]
@@ -59,11 +59,11 @@ class NodeRing:
         distance = (at - number) % count
         if count - distance < SPAN:
             return [self.reader(number)]
-        digits = [distance // worth % SPAN * worth for worth in _worths(count)]
+        digits = [distance // worth % SPAN * worth for worth in _place_values(count)]
         return [self.nodes[at - digit] for digit in digits if digit]
 
 
-def _worths(count: int) -> list[int]:
+def _place_values(count: int) -> list[int]:
     """The powers of SPAN that distances in a ring of `count` nodes have digits for."""
     worths = [1]
     while worths[-1] * SPAN < count:
@@ -72,7 +72,7 @@ def _worths(count: int) -> list[int]:
 
 
 @lru_cache(2)
-def _ordered(key: str, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
+def _order_nodes(key: str, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
     ring = tuple(
         sorted(set(nodes), key=lambda node: (digest.digest_chunk(f"{key}/{node}".encode()), node))
     )

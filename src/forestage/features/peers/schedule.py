@@ -52,10 +52,16 @@ from typing import Literal
 
 import msgspec
 
-from forestage.features.peers.peer_table import PeerTable, RunningMedian, bits, lowest, sum_of
+from forestage.features.peers.peer_table import (
+    PeerTable,
+    RunningMedian,
+    list_chunk_numbers,
+    lowest_chunk,
+    make_chunk_set,
+)
 from forestage.features.peers.ring import SOURCE, NodeRing
 
-Why = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
+FailureReason = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
 """Why a chunk did not come: protocol.ChunkRefused, or `source`: the shared file system failed."""
 
 
@@ -119,18 +125,18 @@ class ChunkSchedule:
         self.me = me
         self.policy = policy or SchedulePolicy()
         self.asks: dict[ChunkTransfer, float] = {}  # under way, since when
-        self.missing = sum_of(missing)
+        self.missing = make_chunk_set(missing)
         self._count = self.missing.bit_length()
         self._unasked = self.missing
-        self._early = [1, 1 << self._count >> 1, sum_of(hot)]
+        self._early = [1, 1 << self._count >> 1, make_chunk_set(hot)]
         self._urgent = 0  # chunks that jobs wait for
         self._wanted: list[int] = []  # these first, then what jobs will want
         self._front = 0  # where a job waited last: the rest goes on from there
         place = self.ring.place[me]
         neighbours = list(dict.fromkeys([*givers, *self.ring.neighbours(me)]))
-        self._share = self.missing & sum_of(range(place, self._count, len(self.ring.nodes)))
+        self._share = self.missing & make_chunk_set(range(place, self._count, len(self.ring.nodes)))
         self._due: Counter[str] = Counter()  # by peer, the chunks that should come from it
-        for number in bits(self.missing & ~self._share):
+        for number in list_chunk_numbers(self.missing & ~self._share):
             self._due[self.ring.nearer(number, me)[0]] |= 1 << number
         self._peers = PeerTable(neighbours, givers, silent)
         self._leaders = leaders
@@ -159,7 +165,7 @@ class ChunkSchedule:
 
     def want(self, now: Sequence[int], soon: Sequence[int]) -> None:
         """Says which chunks jobs wait for, and which they will want, instead of what was said."""
-        self._urgent = sum_of(now)
+        self._urgent = make_chunk_set(now)
         self._front = now[-1] if now else self._front
         self._wanted = [number for number in (*now, *soon) if self.missing >> number & 1]
 
@@ -169,7 +175,7 @@ class ChunkSchedule:
         if self.source_failed:
             return None
         if struck := self._struck & self._unasked:  # nobody but the source is asked for it
-            return self._ask(lowest(struck), SOURCE, now)
+            return self._ask(lowest_chunk(struck), SOURCE, now)
         if self._follows(now, begun):
             return None
         if self._probing(now):
@@ -216,7 +222,7 @@ class ChunkSchedule:
         self._peers.end_greeting(peer)
         self._peers.answered(peer)
 
-    def greeting_failed(self, peer: str, why: Why, now: float) -> None:
+    def greeting_failed(self, peer: str, why: FailureReason, now: float) -> None:
         """The peer did not answer its first connection, or not as one of our services."""
         self._peers.end_greeting(peer)
         self._peers.unreached(peer)
@@ -272,7 +278,7 @@ class ChunkSchedule:
             self._out_of_turn = 0
             self._peers.gave(ask.peer, now)
 
-    def failed(self, ask: ChunkTransfer, why: Why, now: float) -> None:
+    def failed(self, ask: ChunkTransfer, why: FailureReason, now: float) -> None:
         """The chunk did not come."""
         self._end(ask)
         has = self._peers.has.get(ask.peer)
@@ -302,10 +308,10 @@ class ChunkSchedule:
 
     def strike(self, numbers: Iterable[int]) -> None:
         """These chunks came, and may be wrong: they are missing again, and are read."""
-        again = sum_of(numbers)
+        again = make_chunk_set(numbers)
         self.missing |= again
         self._struck |= again
-        self._unasked |= again & ~sum_of(ask.number for ask in self.asks)
+        self._unasked |= again & ~make_chunk_set(ask.number for ask in self.asks)
 
     def obsolete(self, ask: ChunkTransfer) -> bool:
         """Whether the chunk came by another ask: then the transfer is to be stopped."""
@@ -437,7 +443,7 @@ class ChunkSchedule:
             return None
         left = [
             number
-            for number in bits(self.missing)
+            for number in list_chunk_numbers(self.missing)
             if ChunkTransfer(number, SOURCE) not in self.asks
         ]
         if not left:
@@ -487,7 +493,9 @@ class ChunkSchedule:
             if chunks >> number & 1:
                 return number
         ahead = -1 << self._front
-        return lowest(next((chunks & one for one in (*self._early, ahead) if chunks & one), chunks))
+        return lowest_chunk(
+            next((chunks & one for one in (*self._early, ahead) if chunks & one), chunks)
+        )
 
     def _announced(self, now: float, begun: float) -> ChunkTransfer | None:
         """A chunk that a peer said it has.
@@ -540,7 +548,7 @@ class ChunkSchedule:
         self._turn += 1
         low = self._turn * 40503 % self._count
         above = chunks >> low
-        return low + lowest(above) if above else lowest(chunks)
+        return low + lowest_chunk(above) if above else lowest_chunk(chunks)
 
     def _expected(self, now: float) -> ChunkTransfer | None:
         """A chunk that no peer is known to have, of the peer that should have it first."""
@@ -554,7 +562,7 @@ class ChunkSchedule:
                 found.setdefault(self._first(due), peer)
         if not found:
             return None
-        number = self._first(sum_of(found))
+        number = self._first(make_chunk_set(found))
         return self._ask(number, found[number], now)
 
     def _second(self, now: float) -> ChunkTransfer | None:

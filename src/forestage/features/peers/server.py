@@ -30,7 +30,7 @@ from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError
 from forestage.features.contexts import PeerServiceFacts, ServiceRoute
-from forestage.features.doors import SERVICE_ROUTES, load_all
+from forestage.features.doors import SERVICE_ROUTES, load_doors
 from forestage.features.peers import (
     activation,
     addresses,
@@ -44,7 +44,7 @@ from forestage.features.peers import (
     sessions,
 )
 from forestage.features.peers.auth import (
-    MAX_TEXT,
+    MAX_CREDENTIAL_BYTES,
     Authenticator,
     BadCredential,
     SessionReply,
@@ -53,7 +53,7 @@ from forestage.features.peers.auth import (
 from forestage.features.peers.local_chunks import (
     AbsentChunk,
     ChunkArrivalPoller,
-    Found,
+    ChunkState,
     LocalCopyState,
     PendingChunk,
     PresentChunk,
@@ -63,9 +63,9 @@ from forestage.features.peers.stats import UploadCountWriter
 from forestage.slurm.queue import SlurmClient
 from forestage.system import records
 
-WAIT = 5.0  # seconds for a chunk on its way, at most
-UPLOADS = 16  # chunks that this node sends at once
-DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
+MAX_CHUNK_WAIT = 5.0  # seconds for a chunk on its way, at most
+MAX_UPLOADS = 16  # chunks that this node sends at once
+MAX_DECODERS = 4  # unmunge at once: whoever reaches the port could start any number of them
 # A client has so many seconds for a chunk, and one more for each SLOWEST bytes of it.
 GRACE = 30.0
 SLOWEST = 1 << 20
@@ -73,7 +73,9 @@ CONNECTION_IDLE = 60.0  # seconds between two requests
 SHUTDOWN = 2.0  # seconds for what is being uploaded when the service is stopped
 OPEN_FILES = 65536  # as its unit has it
 NOTE_EVERY = 60.0  # seconds between two notes of who has proven itself
-TAKERS = 64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
+MAX_TAKERS = (
+    64  # nodes that got chunks of a key last: they are told where these turn out to be wrong
+)
 _CHUNK = re.compile(r"/v1/chunk/([0-9a-f]{32})/(0|[1-9][0-9]{0,8})")
 _COUNTER = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"[0-9]{1,2}(\.[0-9]{1,3})?")
@@ -110,7 +112,7 @@ class PeerService:
         self.cache = node.cache
         self.places = node.places
         self.service_facts = PeerServiceFacts(node.cache, node.places)
-        self.routes = [route for routes in load_all(SERVICE_ROUTES) for route in routes()]
+        self.routes = [route for routes in load_doors(SERVICE_ROUTES) for route in routes()]
         self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
@@ -123,14 +125,14 @@ class PeerService:
         self.peering = node.config.peers
         self.known_copies = known_copies.RequesterTable()
         self.first = known_copies.RequesterTable(
-            known_copies.READERS, known_copies.COPIES, first=True
+            known_copies.READERS, known_copies.SPECULATIVE_SECONDS, first=True
         )
-        self.takers = known_copies.RequesterTable(TAKERS)
-        self.told = known_copies.RequesterTable(notices.READERS, notices.AGAIN)
+        self.takers = known_copies.RequesterTable(MAX_TAKERS)
+        self.told = known_copies.RequesterTable(notices.MAX_READERS, notices.REPEAT_AFTER)
         self.note_at = 0.0  # not before, see _note_proof
         self.pace = UploadRateLimit(node.config.peers.bandwidth, self.now)
-        self.uploads = asyncio.Semaphore(UPLOADS)
-        self.decoders = asyncio.Semaphore(DECODERS)
+        self.uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self.decoders = asyncio.Semaphore(MAX_DECODERS)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers any request. Every expected error ends here."""
@@ -174,7 +176,7 @@ class PeerService:
             return await self._answer_chunk(request, ask)
         except _HttpRefusal as refused:
             has = self._has(ask)
-            mac = auth.of_response(ask.session.secret, ask.counter, refused.status, has)
+            mac = auth.response_mac(ask.session.secret, ask.counter, refused.status, has)
             return web.Response(
                 status=refused.status, headers={"Forestage-Has": has, "Forestage-Mac": mac}
             )
@@ -189,18 +191,18 @@ class PeerService:
             raise _HttpRefusal(403, str(refused)) from None
         self.counters.session_opened()
         self.unproven.discard(request.protocol)
-        opened = SessionReply(session.id, auth.of_session(session.secret, session.id))
+        opened = SessionReply(session.id, auth.session_mac(session.secret, session.id))
         return web.Response(body=msgspec.json.encode(opened))
 
     async def _read_claim(self, request: web.BaseRequest) -> VerifiedClaim:
         """What the credential says that is the request's body. Raises _Refused."""
         length = request.content_length
-        if length is None or not 0 < length <= MAX_TEXT:
+        if length is None or not 0 < length <= MAX_CREDENTIAL_BYTES:
             raise _HttpRefusal(413)
         try:
             # What a proven connection sends slowly, aiohttp would wait for without end.
             body = request.content.readexactly(length)
-            text = (await asyncio.wait_for(body, sessions.UNPROVEN)).decode(errors="replace")
+            text = (await asyncio.wait_for(body, sessions.PROOF_TIMEOUT)).decode(errors="replace")
         except (asyncio.IncompleteReadError, TimeoutError):
             raise _HttpRefusal(400) from None
         async with self.decoders:
@@ -223,10 +225,10 @@ class PeerService:
         session = self.sessions.find(headers.get("Forestage-Session", ""))
         if session is None or not _COUNTER.fullmatch(counter):
             raise _HttpRefusal(401)
-        right = auth.of_request(
+        right = auth.request_mac(
             session.secret, session.id, request.method, request.raw_path, span, int(counter)
         )
-        if not auth.same(right, headers.get("Forestage-Mac", "")):
+        if not auth.is_same_mac(right, headers.get("Forestage-Mac", "")):
             raise _HttpRefusal(403, "a wrong MAC on a request")
         self.sessions.touch(session, self.now())
         self._note_proof(request, session)
@@ -239,7 +241,7 @@ class PeerService:
         # What this node takes from others it may not have read itself: nobody of another job waits.
         seconds = float(wait) if _SECONDS.fullmatch(wait) and reach != "cluster" else 0.0
         return _AuthenticatedRequest(
-            session, int(counter), number, span, min(WAIT, seconds), reach, node
+            session, int(counter), number, span, min(MAX_CHUNK_WAIT, seconds), reach, node
         )
 
     def _note_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
@@ -252,10 +254,10 @@ class PeerService:
         self.note_at = self.now() + NOTE_EVERY
         names: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            listed = node_list.addresses(self.places, self.clock.wall())
+            listed = node_list.read_addresses(self.places, self.clock.wall())
             names = {address: name for name, address in listed.items()}
         node = names.get(session.client, session.client)
-        proven.note(self.places, node, self.clock.wall())
+        proven.record_proven_node(self.places, node, self.clock.wall())
 
     async def _answer_route(
         self, request: web.BaseRequest, route: ServiceRoute, found: re.Match[str]
@@ -269,10 +271,10 @@ class PeerService:
                 return self._proven(ask, body)
             with body as file:
                 size = os.fstat(file.fileno()).st_size
-                async with self._upload_slot(size, self.now() + WAIT):
+                async with self._upload_slot(size, self.now() + MAX_CHUNK_WAIT):
                     return self._proven(ask, file.read())
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
-            mac = auth.of_response(ask.session.secret, ask.counter, 404, "")
+            mac = auth.response_mac(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
 
     def _answer_copies(self, request: web.BaseRequest, key: str, node: str | None) -> web.Response:
@@ -281,7 +283,7 @@ class PeerService:
         self.unproven.discard(request.protocol)
         if self.reach != "cluster":
             raise _HttpRefusal(404)
-        known = local_chunks.look(self.cache, key)
+        known = local_chunks.read_copy_state(self.cache, key)
         has = bool(known.for_other_jobs(known.here())) and not self._is_off()
         about = key, node, self.now()
         answer = known_copies.KnownCopiesReply(
@@ -295,25 +297,33 @@ class PeerService:
         self.unproven.discard(request.protocol)
         if reader not in self.told.ask(key, None, self.now()):
             self.told.ask(key, reader, self.now())
-            if notices.concerned(local_chunks.look(self.cache, key).noted, reader, self.name):
-                notices.note(self.places, key, reader)
+            if notices.chunks_read_by(
+                local_chunks.read_copy_state(self.cache, key).noted, reader, self.name
+            ):
+                notices.record_notice(self.places, key, reader)
             takers = self.takers.ask(key, None, self.now())
-            log.say(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
-            said = (addresses.load(self.peering, self.places), takers, key, reader, self.prover)
-            asyncio.get_running_loop().run_in_executor(None, notices.tell, *said)
+            log.write_log_line(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
+            said = (
+                addresses.load_addresses(self.peering, self.places),
+                takers,
+                key,
+                reader,
+                self.prover,
+            )
+            asyncio.get_running_loop().run_in_executor(None, notices.send_notices, *said)
         return self._proven(ask, b"{}")
 
     def _wrong(self, key: str) -> int:
         """The chunks that are known to be wrong; -1 is all."""
         found = 0
-        for reader in notices.read(self.places, key):
-            known = local_chunks.look(self.cache, key)
-            found |= notices.concerned(known.noted, reader, self.name)
+        for reader in notices.read_wrong_readers(self.places, key):
+            known = local_chunks.read_copy_state(self.cache, key)
+            found |= notices.chunks_read_by(known.noted, reader, self.name)
         return found
 
     def _proven(self, ask: _AuthenticatedRequest, body: bytes) -> web.Response:
         digest = hashlib.sha256(body).hexdigest()
-        mac = auth.of_response(ask.session.secret, ask.counter, 200, "", digest, len(body))
+        mac = auth.response_mac(ask.session.secret, ask.counter, 200, "", digest, len(body))
         headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
         return web.Response(status=200, body=body, headers=headers)
 
@@ -329,17 +339,17 @@ class PeerService:
 
     async def _find(self, ask: _AuthenticatedRequest, end: float) -> PresentChunk:
         """The chunk, at once or when it arrives. Raises _Refused."""
-        known = local_chunks.look(self.cache, ask.session.key)
+        known = local_chunks.read_copy_state(self.cache, ask.session.key)
         # What arrives only after this look may be anybody's.
         if not self._may_leave(ask, known, known.here(ask.number)) >> ask.number & 1:
             raise _HttpRefusal(404)
-        found: Found = local_chunks.find(self.cache, ask.session.key, ask.number)
+        found: ChunkState = local_chunks.locate_chunk(self.cache, ask.session.key, ask.number)
         if isinstance(found, PendingChunk):
             self._must_fit(ask, found)
             if ask.wait:  # else it only wants to know what is here
                 readers.request_chunk_soon(self.through / ask.session.key, ask.number)
             await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
-            found = local_chunks.find(self.cache, ask.session.key, ask.number)
+            found = local_chunks.locate_chunk(self.cache, ask.session.key, ask.number)
         if not isinstance(found, PresentChunk):
             raise _HttpRefusal(416 if isinstance(found, AbsentChunk) and found.beyond else 404)
         return found
@@ -368,8 +378,8 @@ class PeerService:
         A `!` behind it says that the source fails here, so that others read in this node's stead,
         and `@n7` who read the chunk from the source.
         """
-        known = local_chunks.look(self.cache, ask.session.key)
-        failed = "!" if local_chunks.source_failed(self.cache, ask.session.key) else ""
+        known = local_chunks.read_copy_state(self.cache, ask.session.key)
+        failed = "!" if local_chunks.has_source_failed(self.cache, ask.session.key) else ""
         if not known.digests:
             return ""
         here = known.here()
@@ -395,7 +405,7 @@ class PeerService:
     ) -> web.StreamResponse:
         digest = found.digest.hex()
         has = self._has(ask)
-        mac = auth.of_response(ask.session.secret, ask.counter, 206, has, digest, found.size)
+        mac = auth.response_mac(ask.session.secret, ask.counter, 206, has, digest, found.size)
         response = web.StreamResponse(
             status=206,
             headers={"Forestage-Digest": digest, "Forestage-Has": has, "Forestage-Mac": mac},
@@ -470,7 +480,7 @@ class _HttpLogHandler(logging.Handler):
         if isinstance(error, http_exceptions.HttpProcessingError):
             self.counters.refused("", type(error).__name__)
         else:  # with its traceback
-            log.say(self.format(record), by_slurm=False)
+            log.write_log_line(self.format(record), by_slurm=False)
 
 
 class _HttpServer(web.Server):
@@ -487,7 +497,7 @@ class _HttpServer(web.Server):
             lingering_time=0,
             max_line_size=1024,
             max_field_size=1024,
-            read_bufsize=2 * MAX_TEXT,
+            read_bufsize=2 * MAX_CREDENTIAL_BYTES,
             auto_decompress=False,
         )
         self.service = service
@@ -501,7 +511,7 @@ class _HttpServer(web.Server):
         self.service.unproven.discard(handler)
 
 
-def run(node: Node, name: str, slurm: SlurmClient) -> None:
+def run_service(node: Node, name: str, slurm: SlurmClient) -> None:
     """Runs the service until SIGTERM or SIGINT. `name` is this node's, as Slurm has it.
 
     Where peers are off, or on by default and there is no credential, it logs that and returns: a
@@ -511,29 +521,31 @@ def run(node: Node, name: str, slurm: SlurmClient) -> None:
     """
     peers = node.config.peers
     if not activation.may_serve(node.config):
-        log.say(f"peer serves nobody: {activation.why_not(node.config)}", by_slurm=False)
+        log.write_log_line(
+            f"peer serves nobody: {activation.explain_no_service(node.config)}", by_slurm=False
+        )
         return
     try:
-        prover = auth.prover(peers.key_file, node.places)
+        prover = auth.make_authenticator(peers.key_file, node.places)
     except auth.NoCredential as none:
         if not activation.is_automatic(node.config):
             raise  # an admin has asked for peers: its unit starts it again, and alerts say so
-        log.say(f"peer serves nobody: {none}", by_slurm=False)
+        log.write_log_line(f"peer serves nobody: {none}", by_slurm=False)
         return
-    auth.check(prover)
+    auth.check_authenticator(prover)
     counters = UploadCountWriter(node.places.peer, node.clock.wall())
     service = PeerService(node, prover, counters, name)
-    _raise_open_files(OPEN_FILES)
-    sockets = listening.open_sockets(peers, node.places, name, slurm)
+    _raise_open_file_limit(OPEN_FILES)
+    sockets = listening.open_service_sockets(peers, node.places, name, slurm)
     with activation.hold_sign(node.places) as renew_sign:
-        asyncio.run(_serve(service, sockets, renew_sign))
+        asyncio.run(_serve_until_stopped(service, sockets, renew_sign))
 
 
-async def _serve(
+async def _serve_until_stopped(
     service: PeerService, sockets: list[socket.socket], renew_sign: Callable[[], None]
 ) -> None:
     runner = web.ServerRunner(_HttpServer(service), shutdown_timeout=SHUTDOWN)
-    _report_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
+    _report_loop_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -541,7 +553,7 @@ async def _serve(
     for one in sockets:
         await web.SockSite(runner, one, backlog=listening.BACKLOG).start()
     where = " ".join(str(one.getsockname()[:2]) for one in sockets)
-    log.say(f"peer serves at {where}", by_slurm=False)
+    log.write_log_line(f"peer serves at {where}", by_slurm=False)
     while not stop.is_set():
         service.tidy()
         with contextlib.suppress(OSError):  # of a full /run: the lock says it as well
@@ -553,7 +565,7 @@ async def _serve(
     service.close()
 
 
-def _report_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
+def _report_loop_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
     """Have the loop's own errors reported as text, without a traceback.
 
     For each connection that it cannot accept for want of descriptors asyncio would write one, and
@@ -572,7 +584,7 @@ def _report_errors(loop: asyncio.AbstractEventLoop, report: Callable[[str], None
     loop.set_exception_handler(handle)
 
 
-def _raise_open_files(most: int) -> None:
+def _raise_open_file_limit(most: int) -> None:
     """Raise the soft limit of open files to the hard one, to `most` at most: shells have 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -21,9 +21,9 @@ from forestage.features.peers.auth import BadCredential, VerifiedClaim
 
 MAX_SESSIONS = 16384  # one for each copy of another node; some 500 bytes each
 SESSION_IDLE = 120.0  # seconds; a client whose session has ended opens another
-WINDOW = 4096  # requests of one session under way at once; threads do not ask in order
+COUNTER_WINDOW = 4096  # requests of one session under way at once; threads do not ask in order
 MAX_UNPROVEN = 256  # connections; some 20 KiB each
-UNPROVEN = 15.0  # seconds within which a client must have proven itself
+PROOF_TIMEOUT = 15.0  # seconds within which a client must have proven itself
 
 
 class ClientSession:
@@ -45,10 +45,14 @@ class ClientSession:
         ahead = counter - self._highest
         if ahead > 0:
             # A shift by a number that the client chose would take any amount of memory.
-            self._seen = 1 if ahead >= WINDOW else (self._seen << ahead | 1) & ((1 << WINDOW) - 1)
+            self._seen = (
+                1
+                if ahead >= COUNTER_WINDOW
+                else (self._seen << ahead | 1) & ((1 << COUNTER_WINDOW) - 1)
+            )
             self._highest = counter
             return True
-        if -ahead >= WINDOW or self._seen >> -ahead & 1:
+        if -ahead >= COUNTER_WINDOW or self._seen >> -ahead & 1:
             return False
         self._seen |= 1 << -ahead
         return True
@@ -96,7 +100,7 @@ class SessionTable:
         while self._by_id and due(next(iter(self._by_id.values()))):
             _, session = self._by_id.popitem(last=False)
             self._secrets.discard(session.secret)
-            log.say(
+            log.write_log_line(
                 f"peer client={session.client} key={session.key} chunks={session.chunks}"
                 f" bytes={session.bytes} seconds={session.used - session.began:.1f}",
                 by_slurm=False,
@@ -124,7 +128,7 @@ class UnprovenConnections:
 
     def expire(self, now: float) -> None:
         """Cuts those whose time is over, whatever they are doing."""
-        while self._since and now - next(iter(self._since.values()))[0] > UNPROVEN:
+        while self._since and now - next(iter(self._since.values()))[0] > PROOF_TIMEOUT:
             self._cut_oldest()
 
     def _cut_oldest(self) -> None:

@@ -49,7 +49,7 @@ def parse_nodes(listing: str) -> tuple[SlurmNodeState, ...]:
     return tuple(found)
 
 
-def query_address(slurm: SlurmClient, name: str) -> str:
+def query_node_address(slurm: SlurmClient, name: str) -> str:
     """Return NodeAddr of one node as slurmctld has it, "" if it has none. Raises SlurmError.
 
     The answer has this node alone: slurmctld sends `scontrol show node NAME` all of them.
@@ -58,7 +58,7 @@ def query_address(slurm: SlurmClient, name: str) -> str:
     return next(iter(slurm.query("sinfo", *words).split()), "")
 
 
-def count_nodes(named: str, root: Path) -> int:
+def count_configured_nodes(named: str, root: Path) -> int:
     """Return how many nodes slurm.conf has that are always there, 0 if that cannot be read.
 
     `named` is $SLURM_CONF or "".
@@ -73,7 +73,7 @@ def count_nodes(named: str, root: Path) -> int:
         return 0
 
 
-def find_address(named: str, root: Path, node: str) -> str:
+def find_configured_address(named: str, root: Path, node: str) -> str:
     """Return NodeAddr that slurm.conf has of a node that is always there, "" if it has none.
 
     Without one slurmd is found by NodeHostname, and that is the node's name if it is not set.

@@ -11,7 +11,7 @@ import msgspec
 
 from forestage import log
 from forestage.system import folders, records
-from forestage.units import printable
+from forestage.units import make_printable
 
 KEYS = 64  # with a count of their own: those uploaded last
 
@@ -34,7 +34,7 @@ class UploadCounts(msgspec.Struct):
         return self.keys.get(key, 0)
 
 
-def read(file: Path) -> UploadCounts | None:
+def find_upload_counts(file: Path) -> UploadCounts | None:
     """The counts of this node's service; None where none has run since boot."""
     return records.find(file, UploadCounts)
 
@@ -64,12 +64,12 @@ class UploadCountWriter:
         """Logged with the next `flush`, so that strangers cannot fill the log."""
         self._uploaded.refused += 1
         self._unlogged += 1
-        self._last = f"client={client} why={printable(why)!r}"
+        self._last = f"client={client} why={make_printable(why)!r}"
 
     def flush(self) -> None:
         """Logs what was refused and writes the file, about once a second."""
         if self._unlogged:
-            log.say(f"peer refused={self._unlogged} last: {self._last}", by_slurm=False)
+            log.write_log_line(f"peer refused={self._unlogged} last: {self._last}", by_slurm=False)
             self._unlogged = 0
         if self._written == self._uploaded:
             return

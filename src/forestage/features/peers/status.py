@@ -19,7 +19,10 @@ def read_status(facts: "StatusFacts") -> StatusPart:
 
     Proven is the node that has shown last that it has the same key, "" if none has.
     """
-    served, proof = stats.read(facts.node.places.peer), proven.read(facts.node.places)
+    served, proof = (
+        stats.find_upload_counts(facts.node.places.peer),
+        proven.find_proven_node(facts.node.places),
+    )
     name = proof.node if proof else ""
     rows = list_rows(served, name)
     return StatusPart({"served": served, "proven": name}, after="copies", rows=rows)
@@ -27,7 +30,7 @@ def read_status(facts: "StatusFacts") -> StatusPart:
 
 def read_sent(places: NodePaths) -> Mapping[str, int]:
     """Return the bytes of each key that went to other nodes, as far as that is known."""
-    served = stats.read(places.peer)
+    served = stats.find_upload_counts(places.peer)
     return served.keys if served else {}
 
 

@@ -19,8 +19,8 @@ def with_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     What jobs hold stays until the next sweep, and so does its notice. Raises Failed, OSError.
     """
     node, me = facts.node, facts.slurm.node
-    keys = [*notices.keys(node.places)]
-    found = [key for key in keys if notices.concerns(node.places, node.cache, key, me)]
+    keys = [*notices.list_keys_with_notices(node.places)]
+    found = [key for key in keys if notices.has_wrong_chunks(node.places, node.cache, key, me)]
     if facts.dry_run:
         return {"evicted": tuple(found)}
     evicted = evict.evict_keys(node.cache, node.leases, found) if found else ()
@@ -34,5 +34,5 @@ def with_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
 def ask_slurm(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     """Renew the list of nodes if it is due. Raises SlurmError, OSError."""
     if not facts.dry_run:
-        node_list.renew(facts.node, facts.slurm)
+        node_list.renew_if_due(facts.node, facts.slurm)
     return {}

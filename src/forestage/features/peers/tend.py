@@ -20,7 +20,7 @@ def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     config = facts.config
     if config is None or facts.is_apart:
         return
-    if node_list.is_wanted(config, facts.places, facts.clock):
+    if node_list.should_renew(config, facts.places, facts.clock):
         yield TendPart(
             "nodes", ("sweep", "--quiet", "--only", "nodes"), every=SWEEP_INTERVAL, is_idle=True
         )

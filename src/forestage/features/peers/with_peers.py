@@ -39,17 +39,17 @@ from forestage.system import files
 POLL = 0.1  # seconds between two looks of a thread that has nothing to do
 SERVED_POLL = 0.03  # … while jobs read the image
 DOWNLOADS = 8  # chunks that one copy gets from peers at once
-NOTED_EVERY = 0.5  # seconds between two notes of who read what
+WRITE_INTERVAL = 0.5  # seconds between two notes of who read what
 
-SHARE = 0.02  # of the image's bytes, for all nodes of a job
-OUTSIDE = 0.005
+COMPARED_SHARE = 0.02  # of the image's bytes, for all nodes of a job
+COMPARED_SHARE_OUTSIDE = 0.005
 SAMPLES = 64  # of one copy; the more, the smaller
 SMALLEST, LARGEST = 4 * 1024, 64 * 1024  # bytes of one, a power of two
 
 Span = tuple[int, int]  # where in the image a piece begins, and how long it is; bytes
 
 
-def copy(
+def copy_with_peers(
     source: ReadableSource,
     part: Part,
     tuning: CopyTuning,
@@ -66,7 +66,7 @@ def copy(
     return run.bytes_by()
 
 
-def policy(threads: int, nodes: int) -> SchedulePolicy:
+def make_policy(threads: int, nodes: int) -> SchedulePolicy:
     """Pure: the fewer streams each of many nodes reads in, the sooner its chunks are whole."""
     at_once = min(threads, max(1, -(-4 * threads // nodes)))
     return SchedulePolicy(at_once=at_once, busy=DOWNLOADS)
@@ -122,7 +122,7 @@ class PeerCopy(ChunkCopy):
             peers.me,
             missing,
             tuning.chunk,
-            policy(tuning.threads, len(peers.nodes)),
+            make_policy(tuning.threads, len(peers.nodes)),
             self.hot,
             peers.givers,
             peers.leaders,
@@ -294,7 +294,7 @@ class PeerCopy(ChunkCopy):
                 with self.turn:
                     self.unreadable = error
                     self.schedule.failed(ask, "source", time.monotonic())
-                _note_source_failed(self.part)
+                _mark_source_failed(self.part)
                 return None
         start, size = self.span(ask.number)
 
@@ -383,7 +383,7 @@ class PeerCopy(ChunkCopy):
                 self.write(start, aside)
             self.note(ask.number, found)
             if ask.peer != SOURCE:
-                _note_bytes(self.part, self.from_peers)
+                _record_peer_bytes(self.part, self.from_peers)
         with self.turn:
             self.schedule.got(ask, time.monotonic())
 
@@ -415,7 +415,7 @@ class PeerCopy(ChunkCopy):
             self.liars.add(peer)  # another thread may find the same
         count = self._strike(peer, reader)
         by = f" that {reader} had read" if reader != peer else ""
-        log.say(
+        log.write_log_line(
             f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}"
             f"{by}): it is left out, and {count} chunks of it are read again",
             by_slurm=True,
@@ -425,12 +425,12 @@ class PeerCopy(ChunkCopy):
     def _heed_notices(self) -> None:
         """Strikes what another copy has found wrong; before this one can be complete."""
         now = time.monotonic()
-        if now < self.heeded_at + NOTED_EVERY and not self.schedule.done:
+        if now < self.heeded_at + WRITE_INTERVAL and not self.schedule.done:
             return
         self.heeded_at = now
         for reader in self.peers.wrong() - self.liars - {self.peers.me}:
             count = self._strike("", reader)
-            log.say(
+            log.write_log_line(
                 f"stager key={self.part.directory.name} reader={reader} read wrong bytes, by"
                 f" another node's word: {count} chunks of it are read again",
                 by_slurm=True,
@@ -461,18 +461,18 @@ class PeerCopy(ChunkCopy):
     def _note_origins(self, at_once: bool = False) -> None:
         """Has the peer service know who read what; it may lag. The caller holds `turn`."""
         now = time.monotonic()
-        if at_once or now - self.noted_at > NOTED_EVERY:
+        if at_once or now - self.noted_at > WRITE_INTERVAL:
             self.noted_at = now
             self.origins.write()
 
 
-def _note_bytes(part: Part, count: int) -> None:
+def _record_peer_bytes(part: Part, count: int) -> None:
     """Record for people how many bytes came from peers so far."""
     with contextlib.suppress(OSError):  # a disk that others filled must not matter
         files.overwrite_file(part.peers, b"%d" % count)
 
 
-def _note_source_failed(part: Part) -> None:
+def _mark_source_failed(part: Part) -> None:
     """Record that nothing can be read here; the peer service tells the other nodes."""
     with contextlib.suppress(OSError):
         part.source_failed.touch()
@@ -487,7 +487,7 @@ def draw_samples(
     them: `dice` is SystemRandom. Pure, but for the dice.
     """
     found: dict[int, list[Span]] = {}
-    budget = size * (OUTSIDE if outside else SHARE) / nodes
+    budget = size * (COMPARED_SHARE_OUTSIDE if outside else COMPARED_SHARE) / nodes
     length = SMALLEST
     while length < min(LARGEST, chunk) and 2 * length * SAMPLES <= budget:
         length *= 2

@@ -20,7 +20,7 @@ from forestage.system.terminal import format_age
 
 LATE = 300.0  # seconds without a new list, of a timer that runs each minute
 SKEW = 5.0  # seconds between two clocks, above which something is wrong with one
-FEW = 20  # jobs that come and go while squeue and sdiag answer
+MAX_CHANGING_JOBS = 20  # jobs that come and go while squeue and sdiag answer
 _HOST = "No node knows what is expected: nothing is copied before a job starts"
 
 
@@ -31,13 +31,13 @@ def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     host = prefetch_host.find_host(config)
     if host is None:
         return
-    if prefetch_host.is_here(host.host, slurm):
-        yield from _host(places, config, slurm, clock)
+    if prefetch_host.is_prefetch_host(host.host, slurm):
+        yield from _find_host_problems(places, config, slurm, clock)
     else:
-        yield from _node(places, config, host, clock)
+        yield from _find_node_problems(places, config, host, clock)
 
 
-def _host(
+def _find_host_problems(
     places: NodePaths, config: Config, slurm: SlurmClient, clock: Clock
 ) -> Iterator[CheckFinding | str]:
     if not activation.is_on(config, places, clock.monotonic()):
@@ -50,7 +50,7 @@ def _host(
         )
     yield "Slurm's queue"
     try:
-        made = prefetch_host.run(places, slurm, clock, dry_run=True)
+        made = prefetch_host.run_host_pass(places, slurm, clock, dry_run=True)
         yield "Slurm's count of jobs"
         count = slurm_queries.count_pending_jobs(slurm)
     except (SlurmError, Failed, OSError) as error:
@@ -62,7 +62,7 @@ def _host(
             "squeue, sinfo and sdiag must answer root here; their directory belongs into PATH",
         )
         return
-    if made.tasks is not None and 2 * made.tasks + FEW < count:
+    if made.tasks is not None and 2 * made.tasks + MAX_CHANGING_JOBS < count:
         yield CheckFinding(
             "prefetch-hidden",
             "warning",
@@ -70,16 +70,16 @@ def _host(
             "Images of the others are not expected anywhere",
             "run it as root on a host where root sees all jobs (PrivateData, AuthAltTypes)",
         )
-    yield from _old(expected.read(places), clock.wall(), "journalctl -u forestage")
+    yield from _find_old_list(expected.find_list(places), clock.wall(), "journalctl -u forestage")
 
 
-def _node(
+def _find_node_problems(
     places: NodePaths, config: Config, at: ServiceAddress, clock: Clock
 ) -> Iterator[CheckFinding | str]:
     host = at.host
     yield f"prefetch.host {host}"
     try:
-        told = expected.ask(at, auth.prover(config.peers.key_file, places))
+        told = expected.fetch_list(at, auth.make_authenticator(config.peers.key_file, places))
     except (ForestageError, OSError) as error:
         yield CheckFinding(
             "prefetch-host",
@@ -95,11 +95,12 @@ def _node(
             "prefetch-clock",
             "warning",
             f"the clock of {host} is {format_age(told.made - now)} ahead of this node's",
-            f"A list counts only up to {expected.AHEAD:.0f} s ahead; munge has limits too",
+            f"A list counts only up to {expected.MAX_CLOCK_AHEAD:.0f} s ahead;"
+            " munge has limits too",
             "set both clocks (chrony)",
         )
-    yield from _old(told, now, f"journalctl -u forestage on {host}")
-    known = marks.read(places)
+    yield from _find_old_list(told, now, f"journalctl -u forestage on {host}")
+    known = marks.read_record(places)
     if known.idle == prefetch_node.BUSY and not known.looks:
         yield CheckFinding(
             "prefetch-bandwidth",
@@ -110,7 +111,9 @@ def _node(
         )
 
 
-def _old(listed: ExpectedImageList | None, now: float, where: str) -> Iterator[CheckFinding]:
+def _find_old_list(
+    listed: ExpectedImageList | None, now: float, where: str
+) -> Iterator[CheckFinding]:
     if listed is not None and now - listed.made <= LATE:
         return
     what = f"the list is {format_age(now - listed.made)} old" if listed else "there is no list yet"
@@ -118,6 +121,6 @@ def _old(listed: ExpectedImageList | None, now: float, where: str) -> Iterator[C
         "prefetch-old",
         "warning",
         f"{what}, or the clocks differ" if listed else what,
-        f"A list counts for {expected.LASTS / 60:.0f} minutes; then nothing is copied",
+        f"A list counts for {expected.LIST_LASTS / 60:.0f} minutes; then nothing is copied",
         where,
     )

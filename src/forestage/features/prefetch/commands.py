@@ -42,14 +42,16 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
     folders.ensure_directory_with_mode(world.places.locks)
     try:
         with lock.held_for_work(world.places.locks / "prefetch.lock", 0):
-            if prefetch_host.is_here(host.host, slurm):
-                made = prefetch_host.run(world.places, slurm, world.clock, dry_run)
-                print_result(made, prefetch_host.pieces(made), as_json)
+            if prefetch_host.is_prefetch_host(host.host, slurm):
+                made = prefetch_host.run_host_pass(world.places, slurm, world.clock, dry_run)
+                print_result(made, prefetch_host.format_output(made), as_json)
                 return
             here = decide_redirect(here, os.environ.get("SLURM_CONF", ""))
-            ask = partial(expected.ask, host, auth.prover(peers.key_file, world.places))
-            done = prefetch_node.run(here, slurm, ask, dry_run)
-            print_result(done, prefetch_node.pieces(done), as_json)
+            ask = partial(
+                expected.fetch_list, host, auth.make_authenticator(peers.key_file, world.places)
+            )
+            done = prefetch_node.run_node_pass(here, slurm, ask, dry_run)
+            print_result(done, prefetch_node.format_output(done), as_json)
     except lock.LockTimeout:
         return
 

@@ -19,18 +19,18 @@ from forestage.features.peers import protocol
 from forestage.features.peers.auth import Authenticator
 from forestage.features.peers.connection import PeerConnection, PeerRequestError, ResponseDeadline
 from forestage.features.prefetch.policy import ExpectedStarts
-from forestage.features.prefetch.queue import is_path
+from forestage.features.prefetch.queue import is_image_path
 from forestage.features.prefetch.service import locate_list
 from forestage.paths import NodePaths
 from forestage.system import folders, records
 
 KEY = "expected"  # in place of an entry's, in a credential and a path
-LASTS = 900.0  # seconds
-AHEAD = 120.0  # seconds that the host's clock may be ahead of this node's
+LIST_LASTS = 900.0  # seconds
+MAX_CLOCK_AHEAD = 120.0  # seconds that the host's clock may be ahead of this node's
 PATIENCE = 10.0  # seconds for the answer: all nodes may ask after a power cut
-MOST = 2 << 20  # bytes of it
+MAX_REPLY_BYTES = 2 << 20  # bytes of it
 MAX_UID = (1 << 32) - 2
-ROWS = 256  # of a list
+MAX_ROWS = 256  # of a list
 
 
 class ExpectedImageList(msgspec.Struct, frozen=True):
@@ -46,44 +46,46 @@ class ExpectedImageList(msgspec.Struct, frozen=True):
     rows: tuple[ExpectedStarts, ...] = ()
 
 
-def following(before: ExpectedImageList | None, now: float) -> int:
+def next_sequence(before: ExpectedImageList | None, now: float) -> int:
     """Pure: the sequence of a list that is made now; it grows, whatever the clock does."""
     return max(before.sequence + 1 if before else 0, int(now * 1000))
 
 
-def counts(told: ExpectedImageList, known: ExpectedImageList | None, now: float) -> str:
+def explain_list_refusal(
+    told: ExpectedImageList, known: ExpectedImageList | None, now: float
+) -> str:
     """Pure: "" for a list that a node takes in place of the one it has, else why it does not."""
-    if told.expires <= now or told.made + LASTS <= now:
+    if told.expires <= now or told.made + LIST_LASTS <= now:
         return "the list is too old"
-    if told.made > now + AHEAD:
+    if told.made > now + MAX_CLOCK_AHEAD:
         return "the list is of a later time than this node's"
-    if known is not None and is_good(known, now) and told.sequence < known.sequence:
+    if known is not None and is_valid(known, now) and told.sequence < known.sequence:
         return "the list is older than the one that is here"
-    if max(len(told.rows), len(told.partitions)) > ROWS:
+    if max(len(told.rows), len(told.partitions)) > MAX_ROWS:
         return "the list is too long"
     # Root is no user whose jobs are copied for: it may read all, and has no share of the cache.
-    if not all(0 < row.user <= MAX_UID and is_path(row.image) for row in told.rows):
+    if not all(0 < row.user <= MAX_UID and is_image_path(row.image) for row in told.rows):
         return "the list names what is no user, or no path"
     return ""
 
 
-def is_good(known: ExpectedImageList, now: float) -> bool:
+def is_valid(known: ExpectedImageList, now: float) -> bool:
     """Pure: whether a list still counts."""
-    return known.made - AHEAD <= now < min(known.expires, known.made + LASTS)
+    return known.made - MAX_CLOCK_AHEAD <= now < min(known.expires, known.made + LIST_LASTS)
 
 
-def read(places: NodePaths) -> ExpectedImageList | None:
+def find_list(places: NodePaths) -> ExpectedImageList | None:
     """The list that is here, however old; None without one, or a damaged one. Raises OSError."""
     return records.find(locate_list(places), ExpectedImageList)
 
 
-def write(places: NodePaths, found: ExpectedImageList) -> None:
+def write_list(places: NodePaths, found: ExpectedImageList) -> None:
     """Replaces the list. Raises OSError."""
     folders.ensure_directory(places.run, folders.PASSABLE)
     records.write(locate_list(places), msgspec.json.encode(found))
 
 
-def ask(at: ServiceAddress, prover: Authenticator) -> ExpectedImageList:
+def fetch_list(at: ServiceAddress, prover: Authenticator) -> ExpectedImageList:
     """What the host says now, within PATIENCE. Raises PeerError."""
     until = time.monotonic() + PATIENCE
 
@@ -93,8 +95,8 @@ def ask(at: ServiceAddress, prover: Authenticator) -> ExpectedImageList:
     line, host = PeerConnection(at), at.host
     try:
         session = protocol.open_session(line, KEY, prover, late)
-        body = protocol.fetch_look(
-            line, session, f"/v1/{KEY}", MOST, ResponseDeadline(PATIENCE, until, late)
+        body = protocol.fetch_reply(
+            line, session, f"/v1/{KEY}", MAX_REPLY_BYTES, ResponseDeadline(PATIENCE, until, late)
         )
         if body is None:
             raise PeerError(f"{host} has no list", f"see forestage.service on {host}")

@@ -16,9 +16,9 @@ import msgspec
 from forestage.paths import NodePaths
 from forestage.system import folders, records
 
-AGAIN = 600.0  # seconds
-TRIES = 3
-FORGET = 3600.0  # seconds
+INSPECT_INTERVAL = 600.0  # seconds
+MAX_TRIES = 3
+FORGET_AFTER = 3600.0  # seconds
 
 
 class ImageInspection(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,21 +57,23 @@ class PrefetchRecord(msgspec.Struct, frozen=True):
     def naming(self, named: Iterable[tuple[str, int]], now: float) -> "PrefetchRecord":
         """The looks of images and users that are named now, or were tried in vain lately."""
         kept = frozenset(named)
-        looks = tuple(one for one in self.looks if is_kept(one, (one.image, one.user) in kept, now))
+        looks = tuple(
+            one for one in self.looks if is_inspection_kept(one, (one.image, one.user) in kept, now)
+        )
         return msgspec.structs.replace(self, looks=looks)
 
 
-def is_kept(look: ImageInspection, is_named: bool, now: float) -> bool:
+def is_inspection_kept(look: ImageInspection, is_named: bool, now: float) -> bool:
     """Pure: whether a look is remembered; copies that no job has used are forgotten in time."""
-    is_late = 0 <= now - look.at < FORGET
-    if look.tries >= TRIES and not look.why:
+    is_late = 0 <= now - look.at < FORGET_AFTER
+    if look.tries >= MAX_TRIES and not look.why:
         return is_late
     return is_named or (bool(look.tries or look.begun) and is_late)
 
 
-def is_due(look: ImageInspection | None, now: float) -> bool:
+def is_inspection_due(look: ImageInspection | None, now: float) -> bool:
     """Pure: whether an image is to be looked at (again)."""
-    return look is None or (look.tries < TRIES and not 0 <= now - look.at < AGAIN)
+    return look is None or (look.tries < MAX_TRIES and not 0 <= now - look.at < INSPECT_INTERVAL)
 
 
 def locate_record(places: NodePaths) -> Path:
@@ -79,19 +81,19 @@ def locate_record(places: NodePaths) -> Path:
     return places.run / "prefetched.json"
 
 
-def read(places: NodePaths) -> PrefetchRecord:
+def read_record(places: NodePaths) -> PrefetchRecord:
     """What is remembered; nothing where the record is damaged. Raises OSError."""
     return records.find(locate_record(places), PrefetchRecord) or PrefetchRecord()
 
 
-def write(places: NodePaths, marks: PrefetchRecord) -> None:
+def write_record(places: NodePaths, marks: PrefetchRecord) -> None:
     """Replaces the record. Raises OSError."""
     folders.ensure_directory(places.run, folders.PASSABLE)
     records.write(locate_record(places), msgspec.json.encode(marks))
 
 
-def note(places: NodePaths, silent: str, idle: str) -> None:
+def record_pass(places: NodePaths, silent: str, idle: str) -> None:
     """Says for `status` what a pass is like. Raises OSError."""
-    known = read(places)
+    known = read_record(places)
     if (known.silent, known.idle) != (silent, idle):
-        write(places, msgspec.structs.replace(known, silent=silent, idle=idle))
+        write_record(places, msgspec.structs.replace(known, silent=silent, idle=idle))

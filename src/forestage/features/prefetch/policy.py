@@ -1,8 +1,9 @@
 """Prefetch policy: which image a node copies before a job starts, and what stays for that.
 
-Pure. On one host `likely` turns what waits, in Slurm's order, into expected starts; that is the
-same for all nodes of a partition, as where Slurm plans a job says little (docs/decisions/0052). On
-each node `choose` returns what to copy now, or None. Sizes are bytes, times seconds.
+Pure. On one host `compute_expected_starts` turns what waits, in Slurm's order, into expected
+starts; that is the same for all nodes of a partition, as where Slurm plans a job says little
+(docs/decisions/0052). On each node `choose_copy` returns what to copy now, or None. Sizes are
+bytes, times seconds.
 """
 
 from collections import Counter, defaultdict
@@ -87,11 +88,11 @@ class PrefetchRules(NamedTuple):
     share: float = 0.5
 
 
-RULES = PrefetchRules()
+DEFAULT_RULES = PrefetchRules()
 
 
-def likely(
-    queue: Iterable[PendingJob], nodes: Mapping[str, int], rules: PrefetchRules = RULES
+def compute_expected_starts(
+    queue: Iterable[PendingJob], nodes: Mapping[str, int], rules: PrefetchRules = DEFAULT_RULES
 ) -> tuple[ExpectedStarts, ...]:
     """The expected starts, most first; `queue` is in Slurm's order, `nodes` each partition's count.
 
@@ -115,12 +116,12 @@ def likely(
     return tuple(ExpectedStarts(*row, starts) for row, starts in found.most_common())
 
 
-def choose(
+def choose_copy(
     wanted: Mapping[str, WantedImage],
     held: Mapping[str, HeldCopy],
     room: int,
     now: float,
-    rules: PrefetchRules = RULES,
+    rules: PrefetchRules = DEFAULT_RULES,
 ) -> PrefetchChoice | None:
     """The most expected image that this node lacks and the rules allow; `room` is all of it."""
     fresh: Counter[int] = Counter()

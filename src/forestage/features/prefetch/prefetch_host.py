@@ -21,8 +21,8 @@ from forestage.slurm.queue import SlurmClient
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration
 
-OF_USER = expected.ROWS // 4  # rows of a list
-LEAST = 0.01  # expected starts of a row that is worth telling
+MAX_ROWS_OF_USER = expected.MAX_ROWS // 4  # rows of a list
+MIN_STARTS = 0.01  # expected starts of a row that is worth telling
 
 
 class PrefetchHostPass(msgspec.Struct, frozen=True):
@@ -45,53 +45,61 @@ def find_host(config: Config) -> ServiceAddress | None:
     return None if host is None else parse_address(host, config.peers.port)
 
 
-def is_here(host: str, slurm: SlurmClient) -> bool:
+def is_prefetch_host(host: str, slurm: SlurmClient) -> bool:
     """Whether this host is the one that `prefetch.host` names."""
     return host in (slurm.node, socket.gethostname())
 
 
-def run(places: NodePaths, slurm: SlurmClient, clock: Clock, dry_run: bool) -> PrefetchHostPass:
+def run_host_pass(
+    places: NodePaths, slurm: SlurmClient, clock: Clock, dry_run: bool
+) -> PrefetchHostPass:
     """Makes the list, and writes it unless it is a dry run. Raises SlurmError, Failed, OSError."""
     start = clock.monotonic()
     nonce = secrets.token_hex(16)
     partitions = slurm_queries.query_partitions(slurm)
     listing = slurm_queries.query_pending_jobs(slurm, nonce)
-    found = queue.parse(listing, nonce, clock.wall())
+    found = queue.parse_queue(listing, nonce, clock.wall())
     now = clock.wall()
     sizes = {name: number for name, (number, _) in partitions.items()}
-    rows = few(policy.likely(found.pending, sizes))
+    rows = limit_rows(policy.compute_expected_starts(found.pending, sizes))
     listed = ExpectedImageList(
-        sequence=expected.following(expected.read(places), now),
+        sequence=expected.next_sequence(expected.find_list(places), now),
         made=now,
-        expires=now + expected.LASTS,
-        partitions=named(rows, {name: nodes for name, (_, nodes) in partitions.items()}),
+        expires=now + expected.LIST_LASTS,
+        partitions=select_partitions(
+            rows, {name: nodes for name, (_, nodes) in partitions.items()}
+        ),
         rows=rows,
     )
     if not dry_run:
-        expected.write(places, listed)
+        expected.write_list(places, listed)
     took = round(clock.monotonic() - start, 3)
     return PrefetchHostPass(
         len(found.pending), found.others, listed, not dry_run, took, found.tasks
     )
 
 
-def few(rows: Iterable[ExpectedStarts]) -> tuple[ExpectedStarts, ...]:
+def limit_rows(rows: Iterable[ExpectedStarts]) -> tuple[ExpectedStarts, ...]:
     """Pure: the rows that are told, most expected first; no user fills the list."""
     own: Counter[int] = Counter()
     found: list[ExpectedStarts] = []
     for row in rows:
-        if len(found) < expected.ROWS and row.starts >= LEAST and own[row.user] < OF_USER:
+        if (
+            len(found) < expected.MAX_ROWS
+            and row.starts >= MIN_STARTS
+            and own[row.user] < MAX_ROWS_OF_USER
+        ):
             own[row.user] += 1
             found.append(row)
     return tuple(found)
 
 
-def named(rows: Iterable[ExpectedStarts], nodes: Mapping[str, str]) -> dict[str, str]:
+def select_partitions(rows: Iterable[ExpectedStarts], nodes: Mapping[str, str]) -> dict[str, str]:
     """Pure: the partitions that rows are of, with their nodes."""
     return {name: nodes[name] for name in dict.fromkeys(row.partition for row in rows)}
 
 
-def pieces(done: PrefetchHostPass) -> Iterator[OutputBlock]:
+def format_output(done: PrefetchHostPass) -> Iterator[OutputBlock]:
     """Pure: what `prefetch` prints on its host."""
     told = "told" if done.told else "would be told"
     jobs = f"{format_count(done.jobs, 'pending job')} with an image"

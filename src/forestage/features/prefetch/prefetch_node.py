@@ -31,15 +31,15 @@ from forestage.stage import queue
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
-from forestage.units import printable
+from forestage.units import make_printable
 
-LOOKS = 32  # images that one pass opens
-OPEN = 10.0  # seconds for the shared file system to open one of them
+MAX_INSPECTIONS = 32  # images that one pass opens
+OPEN_TIMEOUT = 10.0  # seconds for the shared file system to open one of them
 SETTLED = 60.0  # seconds since the last write: somebody may be writing it
 COPYING = "a copy that was asked for is under way"
 BUSY = "a job runs on this node, and `prefetch.bandwidth` is not set"
 
-Ask = Callable[[], ExpectedImageList]
+ListFetcher = Callable[[], ExpectedImageList]
 """What the prefetch host says; raises PeerError, OSError."""
 
 
@@ -63,13 +63,15 @@ class PrefetchNodePass(msgspec.Struct, frozen=True):
     decisions: tuple[PrefetchDecision, ...] = ()
 
 
-def run(node: Node, slurm: SlurmClient, ask: Ask, dry_run: bool) -> PrefetchNodePass:
+def run_node_pass(
+    node: Node, slurm: SlurmClient, ask: ListFetcher, dry_run: bool
+) -> PrefetchNodePass:
     """One pass. Raises OSError, Failed where the node is at fault."""
     now = node.clock.wall()
-    listed, silent = current(node, ask, dry_run)
-    idle = _idle(node, slurm) if listed else "there is no list"
+    listed, silent = fetch_or_keep_list(node, ask, dry_run)
+    idle = _explain_idle(node, slurm) if listed else "there is no list"
     if not dry_run:
-        marks.note(node.places, silent, idle)
+        marks.record_pass(node.places, silent, idle)
     if listed is None:
         return PrefetchNodePass(dry_run, silent, idle)
     done = PrefetchNodePass(dry_run, silent, idle, expires=listed.expires)
@@ -82,28 +84,30 @@ def run(node: Node, slurm: SlurmClient, ask: Ask, dry_run: bool) -> PrefetchNode
     return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
 
 
-def current(node: Node, ask: Ask, dry_run: bool) -> tuple[ExpectedImageList | None, str]:
+def fetch_or_keep_list(
+    node: Node, ask: ListFetcher, dry_run: bool
+) -> tuple[ExpectedImageList | None, str]:
     """The list that counts now, and why the host gave no newer one. Raises OSError."""
     now, silent = node.clock.wall(), ""
-    known = expected.read(node.places)
+    known = expected.find_list(node.places)
     try:
         told = ask()
-        silent = expected.counts(told, known, now)
+        silent = expected.explain_list_refusal(told, known, now)
         if not silent:
             if not dry_run:
-                expected.write(node.places, told)
+                expected.write_list(node.places, told)
             return told, ""
     except (ForestageError, OSError) as error:
-        silent = printable(str(error))
-    return (known if known is not None and expected.is_good(known, now) else None), silent
+        silent = make_printable(str(error))
+    return (known if known is not None and expected.is_valid(known, now) else None), silent
 
 
-def _idle(node: Node, slurm: SlurmClient) -> str:
+def _explain_idle(node: Node, slurm: SlurmClient) -> str:
     """Why nothing may be copied now; "" where something may."""
     try:
-        stage.must_be_usable(node)
+        stage.check_usable(node)
     except Declined as declined:
-        return printable(str(declined))
+        return make_printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
         return BUSY
     return COPYING if any(queue.list_requested_copies(node)) else ""
@@ -114,7 +118,9 @@ def has_jobs(node: Node, slurm: SlurmClient) -> bool:
     return queue.has_job_begun_recently(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
 
 
-def wanted_here(listed: ExpectedImageList, name: str) -> dict[str, list[tuple[int, float]]]:
+def select_wanted_images(
+    listed: ExpectedImageList, name: str
+) -> dict[str, list[tuple[int, float]]]:
     """Pure: the images of the node's partitions, each with its users, most expected first."""
     own = {
         part for part, nodes in listed.partitions.items() if name in nodelist.expand_nodelist(nodes)
@@ -140,23 +146,23 @@ class _NodePassRun:
         self.slurm = slurm
         self.dry_run = dry_run
         self.now = now
-        self.images = wanted_here(listed, slurm.node)
+        self.images = select_wanted_images(listed, slurm.node)
         self.made = listed.made
         named = [(image, user) for image, users in self.images.items() for user, _ in users]
-        self.marks = marks.read(node.places).naming(named, now)
+        self.marks = marks.read_record(node.places).naming(named, now)
         self.states: dict[str, str] = {}
 
     def look(self) -> None:
         """Opens what is due, as its users, most expected first."""
-        left = LOOKS
-        by_starts = sorted(self.images.items(), key=lambda one: -_starts(one[1]))
+        left = MAX_INSPECTIONS
+        by_starts = sorted(self.images.items(), key=lambda one: -_sum_starts(one[1]))
         for image, users in by_starts:
             for user, _ in users:
                 known = self.marks.look(image, user)
-                if marks.is_due(known, self.now) and left:
+                if marks.is_inspection_due(known, self.now) and left:
                     left -= 1
                     before = known or ImageInspection(image, user, self.now, self.made)
-                    known = look(self.node, before, self.now)
+                    known = inspect_image(self.node, before, self.now)
                     self._keep(self.marks.with_look(known))
                 if known is not None and not known.why:
                     break  # whoever else wants it
@@ -167,7 +173,7 @@ class _NodePassRun:
         for image, users in self.images.items():
             if (one := self._opened(image)) is not None:
                 before = found[one.key].starts if one.key in found else 0.0
-                found[one.key] = WantedImage(one.size, one.user, before + _starts(users))
+                found[one.key] = WantedImage(one.size, one.user, before + _sum_starts(users))
         return found
 
     def _opened(self, image: str) -> ImageInspection | None:
@@ -199,14 +205,14 @@ class _NodePassRun:
             for one in self.marks.looks
             if one.begun and lock.is_free(self.node.cache.key_lock(one.key))
         }
-        ends = _ends_of_copies(self.node, begun) if begun else {}
+        ends = _read_copy_ends(self.node, begun) if begun else {}
         for key, found in begun.items():
             over = msgspec.structs.replace(found, begun=0.0)
             end = ends.get(key)
             if end is not None and end.result == "copied":
                 over = msgspec.structs.replace(over, tries=found.tries + 1)
             elif end is not None and end.reason not in ("stopped", "no-room", "disabled"):
-                over = refused(over, self.now, end.detail or end.reason)
+                over = with_refusal(over, self.now, end.detail or end.reason)
             self._keep(self.marks.with_look(over))
 
     def copy(self) -> None:
@@ -217,12 +223,14 @@ class _NodePassRun:
             return
         for _ in self.images:  # what was replaced a moment ago is chosen anew
             held, room = self.room()
-            tried = {one.key for one in self.marks.looks if one.tries >= marks.TRIES or one.begun}
+            tried = {
+                one.key for one in self.marks.looks if one.tries >= marks.MAX_TRIES or one.begun
+            }
             wanted = {
                 key: one for key, one in self.wanted().items() if key in held or key not in tried
             }
-            chosen = policy.choose(wanted, held, room, self.node.clock.wall())
-            if chosen is None or _idle(self.node, self.slurm):
+            chosen = policy.choose_copy(wanted, held, room, self.node.clock.wall())
+            if chosen is None or _explain_idle(self.node, self.slurm):
                 return
             image = next(one for one in self.images if self._key(one) == chosen.image)
             if not self._is_still(image, chosen.image):
@@ -241,7 +249,7 @@ class _NodePassRun:
         """Looks again, just before the copy: since it was chosen it may have been replaced."""
         found = self._opened(image)
         assert found is not None
-        self._keep(self.marks.with_look(look(self.node, found, self.node.clock.wall())))
+        self._keep(self.marks.with_look(inspect_image(self.node, found, self.node.clock.wall())))
         return self._key(image) == key
 
     def room(self) -> tuple[dict[str, HeldCopy], int]:
@@ -264,17 +272,17 @@ class _NodePassRun:
         """Begins to copy one image."""
         found = self._opened(image)
         assert found is not None
-        node = self.node.configured(bandwidth=_slower(self.node))
-        job = stage.nobody(user_of(found.user), self.slurm.node)
+        node = self.node.configured(bandwidth=_limit_bandwidth(self.node))
+        job = stage.make_placeholder_job(read_user(found.user), self.slurm.node)
         job = msgspec.structs.replace(job, expected=found.since, stay=stay)
         # To the millisecond, as the event has it that tells the end.
         begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
         self._keep(self.marks.with_look(begun))
-        (done,) = stage.stage(node, job, [image], 0.0, lambda _: None).images
+        (done,) = stage.copy_images(node, job, [image], 0.0, lambda _: None).images
         self.states[image] = done.result
         if not done.is_here and done.result != "copying":
             # There is no copy of which `settle` would find the end.
-            ended = refused(found, self.now, done.detail or done.reason)
+            ended = with_refusal(found, self.now, done.detail or done.reason)
             is_for_now = done.reason in ("stopped", "no-room", "disabled")
             self._keep(self.marks.with_look(found if is_for_now else ended))
 
@@ -286,75 +294,75 @@ class _NodePassRun:
 
     def _keep(self, found: PrefetchRecord) -> None:
         if found != self.marks and not self.dry_run:
-            marks.write(self.node.places, found)
+            marks.write_record(self.node.places, found)
         self.marks = found
 
     def decisions(self) -> Iterator[PrefetchDecision]:
         """What becomes of each image of the list here."""
-        here = {one.key for one in _stored(self.node)}
-        for image, users in sorted(self.images.items(), key=lambda one: -_starts(one[1])):
+        here = {one.key for one in _list_entries(self.node)}
+        for image, users in sorted(self.images.items(), key=lambda one: -_sum_starts(one[1])):
             found = self._opened(image)
             last = next(filter(None, (self.marks.look(image, user) for user, _ in users)), None)
             state, why = "not looked at", ""
             if found is not None:
                 state = "copying" if found.begun else "not expected enough, or no room"
                 state = "here" if found.key in here else state
-                if found.key not in here and found.tries >= marks.TRIES:
+                if found.key not in here and found.tries >= marks.MAX_TRIES:
                     state, why = "refused", f"copied {found.tries} times, and no job used it"
             elif last is not None:
                 state, why = "refused", last.why
             yield PrefetchDecision(
-                image, users[0][0], _starts(users), self.states.get(image, state), why
+                image, users[0][0], _sum_starts(users), self.states.get(image, state), why
             )
 
 
-def _ends_of_copies(node: Node, begun: Mapping[str, ImageInspection]) -> dict[str, CopyOutcome]:
+def _read_copy_ends(node: Node, begun: Mapping[str, ImageInspection]) -> dict[str, CopyOutcome]:
     """How the last copy of each key ended since it was begun, as its event says. Raises OSError."""
     found: dict[str, CopyOutcome] = {}
-    for event in events.read(node.places.events):
+    for event in events.read_events(node.places.events):
         one = event.outcome
         if isinstance(one, CopyOutcome) and one.key in begun and event.time >= begun[one.key].begun:
             found[one.key] = one
     return found
 
 
-def _stored(node: Node) -> list[StoredEntry]:
+def _list_entries(node: Node) -> list[StoredEntry]:
     with contextlib.suppress(OSError):  # no cache is mounted
         return node.cache.stored_entries()
     return []
 
 
-def _starts(users: Iterable[tuple[int, float]]) -> float:
+def _sum_starts(users: Iterable[tuple[int, float]]) -> float:
     return sum(starts for _, starts in users)
 
 
-def _slower(node: Node) -> int | None:
+def _limit_bandwidth(node: Node) -> int | None:
     """The rate of such a copy."""
     limits = (node.config.bandwidth, node.config.prefetch.bandwidth)
     return min((one for one in limits if one is not None), default=None)
 
 
-def look(node: Node, before: ImageInspection, now: float) -> ImageInspection:
+def inspect_image(node: Node, before: ImageInspection, now: float) -> ImageInspection:
     """What an image is for a user: opened as them, with the rules that hold for their jobs."""
     try:
-        end = Deadline.after(OPEN, node.clock)
-        with opening.open_image_for_hook(user_of(before.user), before.image, node, end) as opened:
+        end = Deadline.after(OPEN_TIMEOUT, node.clock)
+        with opening.open_image_for_hook(read_user(before.user), before.image, node, end) as opened:
             found = opened.image
         if 0 <= now - found.identity.mtime_ns / 1e9 < SETTLED:
             why = f"{before.image} was written less than {SETTLED:.0f} s ago"
             raise Declined("written", why)
     except (ForestageError, OSError) as error:
-        return refused(before, now, str(error))
+        return with_refusal(before, now, str(error))
     return msgspec.structs.replace(before, at=now, key=found.key, size=found.size, why="")
 
 
-def refused(before: ImageInspection, now: float, why: str) -> ImageInspection:
+def with_refusal(before: ImageInspection, now: float, why: str) -> ImageInspection:
     """Pure: a look that came to nothing, once more."""
-    why, tries = printable(why) or "refused", before.tries + 1
+    why, tries = make_printable(why) or "refused", before.tries + 1
     return msgspec.structs.replace(before, at=now, key="", size=0, why=why, tries=tries)
 
 
-def user_of(uid: int) -> User:
+def read_user(uid: int) -> User:
     """The user as this node knows them. Raises Declined."""
     try:
         known = pwd.getpwuid(uid)
@@ -365,7 +373,7 @@ def user_of(uid: int) -> User:
     return msgspec.structs.replace(user, groups=tuple(as_user.list_group_ids(user)))
 
 
-def pieces(done: PrefetchNodePass) -> Iterator[OutputBlock]:
+def format_output(done: PrefetchNodePass) -> Iterator[OutputBlock]:
     """Pure: what `prefetch` prints on a node."""
     if done.silent:
         yield TextLine(f"The host gave no new list: {done.silent}")

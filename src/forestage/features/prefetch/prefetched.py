@@ -30,16 +30,18 @@ class PrefetchState(msgspec.Struct, frozen=True):
     idle: str = ""
 
 
-def gather(places: NodePaths, items: Sequence[InventoryItem], now: float) -> PrefetchState | None:
+def find_prefetch_state(
+    places: NodePaths, items: Sequence[InventoryItem], now: float
+) -> PrefetchState | None:
     """Reads the records; None where neither is there. Raises OSError."""
-    listed, known = expected.read(places), marks.read(places)
+    listed, known = expected.find_list(places), marks.read_record(places)
     if listed is None and known == marks.PrefetchRecord():
         return None
     entries, unused = {one.key for one in items}, [one.bytes for one in items if one.unused]
     sizes = {one.key: one.size for one in known.looks if not one.why}
     opened = {one.image for one in known.looks if not one.why}
     return PrefetchState(
-        made=listed.made if listed and expected.is_good(listed, now) else 0.0,
+        made=listed.made if listed and expected.is_valid(listed, now) else 0.0,
         images=len(sizes),
         bytes=sum(sizes.values()),
         here=len(sizes.keys() & entries),
@@ -50,7 +52,7 @@ def gather(places: NodePaths, items: Sequence[InventoryItem], now: float) -> Pre
     )
 
 
-def facts(found: PrefetchState, now: float) -> list[tuple[str, str]]:
+def format_rows(found: PrefetchState, now: float) -> list[tuple[str, str]]:
     """Pure: what `status` says of it."""
     images = f"{format_count(found.images, 'image')} of pending jobs ({format_size(found.bytes)})"
     words = [images, f"{found.here} here"]

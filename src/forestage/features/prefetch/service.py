@@ -14,7 +14,7 @@ PATH = re.compile("/v1/(?P<key>expected)")  # expected.KEY
 
 def routes() -> tuple[ServiceRoute, ...]:
     """Return the one of the list."""
-    return (ServiceRoute(PATH, _read),)
+    return (ServiceRoute(PATH, _read_list),)
 
 
 def locate_list(places: NodePaths) -> Path:
@@ -22,5 +22,5 @@ def locate_list(places: NodePaths) -> Path:
     return places.run / "expected.json"
 
 
-def _read(facts: PeerServiceFacts, _: re.Match[str]) -> bytes:
+def _read_list(facts: PeerServiceFacts, _: re.Match[str]) -> bytes:
     return records.read_raw(locate_list(facts.places))

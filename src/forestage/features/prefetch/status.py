@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 def read_status(facts: "StatusFacts") -> StatusPart:
     """Return what pending jobs have the node expect, None if it asks for none. Raises OSError."""
-    found = prefetched.gather(facts.node.places, facts.items, facts.now)
-    rows = tuple(prefetched.facts(found, facts.now)) if found else ()
+    found = prefetched.find_prefetch_state(facts.node.places, facts.items, facts.now)
+    rows = tuple(prefetched.format_rows(found, facts.now)) if found else ()
     return StatusPart({"prefetched": found}, after="stopped", rows=rows)

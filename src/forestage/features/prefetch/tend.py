@@ -23,4 +23,4 @@ def each_minute(facts: TendFacts) -> Iterator[TendPart]:
 def works_for_others(config: Config, slurm: SlurmClient) -> bool:
     """Return whether this is the host that reads Slurm's queue for all nodes."""
     host = prefetch_host.find_host(config)
-    return host is not None and prefetch_host.is_here(host.host, slurm)
+    return host is not None and prefetch_host.is_prefetch_host(host.host, slurm)

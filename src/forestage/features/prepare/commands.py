@@ -14,7 +14,7 @@ from forestage.commands.world import (
     print_result,
     raise_signals_as_interrupt,
 )
-from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_all
+from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_doors
 
 if TYPE_CHECKING:
     from forestage.commands.world import CommandContext
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
 
-def _duration(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+def _check_duration_option(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     parse_duration_option(ctx, parameter, value or "0")  # which refuses what is none
     return value
 
 
-def _path(world: "CommandContext", image: str) -> str:
+def _resolve_image(world: "CommandContext", image: str) -> str:
     """Return where an image lies; one of a registry is imported before."""
     if image.startswith("docker://"):
-        for import_reference in load_all(COMMANDS_IMPORT_REFERENCE):
+        for import_reference in load_doors(COMMANDS_IMPORT_REFERENCE):
             return import_reference(world, image)
     return os.path.abspath(image)
 
@@ -51,7 +51,13 @@ def _path(world: "CommandContext", image: str) -> str:
     metavar="TIME",
     help="How long a node may be busy; 5m.",
 )
-@click.option("--stage-wait", default="", callback=_duration, metavar="TIME", help="For the hint.")
+@click.option(
+    "--stage-wait",
+    default="",
+    callback=_check_duration_option,
+    metavar="TIME",
+    help="For the hint.",
+)
 @click.option("--at-once", default=64, type=click.IntRange(1), help="Nodes at once; 64.")
 @click.pass_context
 def warm(
@@ -92,7 +98,7 @@ def warm(
         raise click.UsageError("name the nodes with --nodes, or their --partition")
     named = (("partition", partition), ("reservation", reservation))
     order = work.WarmRequest(
-        tuple(dict.fromkeys(_path(ctx.obj, image) for image in images)),
+        tuple(dict.fromkeys(_resolve_image(ctx.obj, image) for image in images)),
         where,
         (*(f"--{name}={value}" for name, value in named if value), *more),
         stage_wait,
@@ -100,8 +106,8 @@ def warm(
         at_once,
     )
     with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
-        done = work.warm(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
-    print_result(done, work.pieces(done), as_json)
+        done = work.warm_nodes(order, slurm, ctx.obj.clock, secrets.token_hex(4), progress)
+    print_result(done, work.format_output(done), as_json)
     if done.failed:
         ctx.exit(ExitStatus.NOT_FOUND)
 
@@ -139,12 +145,12 @@ def stage(
     except KeyError:
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
     node = work.decide_redirect(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
-    paths = tuple(dict.fromkeys(_path(ctx.obj, image) for image in images))
-    job = work.nobody(who, read_own_node_name(os.environ))
+    paths = tuple(dict.fromkeys(_resolve_image(ctx.obj, image) for image in images))
+    job = work.make_placeholder_job(who, read_own_node_name(os.environ))
     with screen.show_busy_status() as progress:
         wanted = paths or node.config.warm_at_boot
-        done = work.stage(node, job, wanted, within, progress)
-    print_result(done, work.pieces(done), as_json)
+        done = work.copy_images(node, job, wanted, within, progress)
+    print_result(done, work.format_output(done), as_json)
     if done.failed:
         ctx.exit(ExitStatus.NOT_FOUND)
 
@@ -179,8 +185,8 @@ def publish(
     files = RootedTree(world.places.root)
     source, target = Path(os.path.abspath(image)), Path(os.path.abspath(folder))
     with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
-        done = work.publish(source, target, layout, force, files, world.clock, progress)
-    print_result(done, work.pieces(done), as_json)
+        done = work.publish_image(source, target, layout, force, files, world.clock, progress)
+    print_result(done, work.format_output(done), as_json)
 
 
 @click.command()
@@ -215,14 +221,20 @@ def pack(
     if image is None and not here:
         raise click.UsageError("name the image with -o, or say --here")
     image = Path(os.path.abspath(image or f"{at}.sqsh"))
-    option = work.option_of(at, image) if here else ""
+    option = work.format_job_option(at, image) if here else ""
     layout = None
-    if here and publishing.kind_of(image.parent, RootedTree(world.places.root)) == "lustre":
+    if (
+        here
+        and publishing.read_file_system_type(image.parent, RootedTree(world.places.root))
+        == "lustre"
+    ):
         layout = StripeLayout()
     with raise_signals_as_interrupt(), screen.show_busy_status() as progress:
-        done = work.pack(folder, image, force, world.clock, progress, layout, world.places.root)
+        done = work.pack_directory(
+            folder, image, force, world.clock, progress, layout, world.places.root
+        )
     done = msgspec.structs.replace(done, option=option)
-    print_result(done, work.pieces(done), as_json)
+    print_result(done, work.format_output(done), as_json)
 
 
 @click.command()
@@ -251,8 +263,8 @@ def list_images(world: "CommandContext", folders: tuple[Path, ...], as_json: boo
     from forestage.features.prepare import images as view
 
     named = tuple(os.path.abspath(folder) for folder in folders)
-    found = view.gather(named or world.settings().config.sources)
-    print_result(found, view.pieces(found), as_json)
+    found = view.list_images_below(named or world.settings().config.sources)
+    print_result(found, view.format_output(found), as_json)
 
 
 COMMANDS = (warm, stage, publish, pack, hints, list_images)

@@ -9,23 +9,23 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
-from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_all
+from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_doors
 from forestage.slurm.hints import OF_OPTION, REFUSED, NodeIndex, Request, parse_hints
 
 SOME_NODE = NodeIndex(0, 1)  # {node} is not known yet, and means something on each
 
 
-def refusals(words: Sequence[str]) -> tuple[str, ...]:
+def list_refusals(words: Sequence[str]) -> tuple[str, ...]:
     """Pure: a sentence for each word that no node would serve; a word is `stage=/path`."""
     hints = parse_hints("", SOME_NODE, "\n".join(words))
     found = (f"--{problem.removeprefix(OF_OPTION)}" for problem in hints.problems)
-    return (*found, *(said for one in hints.data for said in _impossible(one)))
+    return (*found, *(said for one in hints.data for said in _list_impossible(one)))
 
 
-def _impossible(request: Request) -> Iterator[str]:
+def _list_impossible(request: Request) -> Iterator[str]:
     """Pure: why nobody could have it shown there, if that can be told by the names alone."""
     try:
-        for must_be_possible in load_all(SUBMITTED_MUST_BE_POSSIBLE):
+        for must_be_possible in load_doors(SUBMITTED_MUST_BE_POSSIBLE):
             must_be_possible(request)
     except Declined as why:
         yield f"--stage={request.path}@{request.at}: {why}"
@@ -33,7 +33,7 @@ def _impossible(request: Request) -> Iterator[str]:
 
 def main(words: Sequence[str]) -> int:
     """Prints what is refused, a line each; returns the exit status."""
-    found = refusals(words)
+    found = list_refusals(words)
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.stdout.flush()
     return REFUSED if found else 0

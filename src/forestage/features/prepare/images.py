@@ -25,8 +25,8 @@ from forestage.units import format_size
 
 SUFFIXES = (".sqsh", ".squashfs", ".sqfs")
 LABEL = ".label"
-DEPTH = 4  # directories below one that is named
-MOST_LOOKED_AT = 50_000  # names; a shared file system has far more
+MAX_DEPTH = 4  # directories below one that is named
+MAX_NAMES = 50_000  # names; a shared file system has far more
 MAX_LABEL = 200  # bytes
 
 
@@ -47,11 +47,11 @@ class ImageListing(msgspec.Struct, frozen=True):
     cut_off: bool = False
 
 
-def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> ImageListing:
+def list_images_below(folders: Sequence[str], most: int = MAX_NAMES) -> ImageListing:
     """Lists the images below these directories, those of the upper ones first."""
     found: list[ListedImage] = []
     looked = 0
-    for entry in _walk(folders):
+    for entry in _walk_directories(folders):
         looked += 1
         if looked > most:
             break
@@ -59,14 +59,14 @@ def gather(folders: Sequence[str], most: int = MOST_LOOKED_AT) -> ImageListing:
             # One that has gone since is none.
             with contextlib.suppress(OSError):
                 if entry.is_file(follow_symlinks=False):
-                    found.append(_found(entry))
+                    found.append(_read_image(entry))
     return ImageListing(tuple(found), tuple(map(escape_control_characters, folders)), looked > most)
 
 
-def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
+def _walk_directories(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
     """The names below, level by level, in order; what cannot be listed has none."""
     level = list(dict.fromkeys(folders))
-    for _ in range(DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         below: list[str] = []
         for folder in level:
             with contextlib.suppress(OSError), os.scandir(folder) as names:
@@ -77,16 +77,16 @@ def _walk(folders: Sequence[str]) -> Iterator["os.DirEntry[str]"]:
         level = below
 
 
-def _found(entry: "os.DirEntry[str]") -> ListedImage:
+def _read_image(entry: "os.DirEntry[str]") -> ListedImage:
     """Raises OSError."""
     facts = entry.stat(follow_symlinks=False)
     owner = as_user.find_user_name(facts.st_uid) or str(facts.st_uid)
     return ListedImage(
-        escape_control_characters(entry.path), facts.st_size, owner, _label(entry.path + LABEL)
+        escape_control_characters(entry.path), facts.st_size, owner, _read_label(entry.path + LABEL)
     )
 
 
-def _label(path: str) -> str:
+def _read_label(path: str) -> str:
     """The first line of the file; "" where there is none to read."""
     with (
         contextlib.suppress(OSError),
@@ -98,7 +98,7 @@ def _label(path: str) -> str:
     return ""
 
 
-def pieces(found: ImageListing) -> list[OutputBlock]:
+def format_output(found: ImageListing) -> list[OutputBlock]:
     """Pure: what `images` prints."""
     below = ", ".join(found.below)
     lines: list[OutputBlock] = []

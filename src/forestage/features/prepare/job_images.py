@@ -11,17 +11,17 @@ import msgspec
 from forestage.cache.node import Node
 from forestage.events import WHOLE_RESULTS, CopyOutcome, EventRecord, RequestOutcome
 from forestage.system import lock
-from forestage.units import printable
+from forestage.units import make_printable
 
 # `copying`: under way, and awaited. `unseen`: this user cannot know whether it is here.
-Result = Literal["hit", "joined", "copied", "copying", "declined", "failed", "unseen"]
+ImageOutcome = Literal["hit", "joined", "copied", "copying", "declined", "failed", "unseen"]
 
 
 class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One image on one node; `reason` as in events, `wait` the seconds that staging it took."""
 
     image: str
-    result: Result
+    result: ImageOutcome
     reason: str = ""
     detail: str = ""
     wait: float | None = None
@@ -43,23 +43,25 @@ class JobImagesStatus(msgspec.Struct, frozen=True):
     live: bool = False
 
 
-def look(
+def read_job_images(
     node: Node, log: Iterable[EventRecord], job: int, images: Iterable[str]
 ) -> JobImagesStatus:
     """Reads which copies are under way, without a lock. Raises OSError."""
-    found = by_events(log, job, images)
+    found = results_from_events(log, job, images)
     waiting = [one.key for one in found if one.result == "copying"]
     live = any(not lock.is_free(node.cache.key_lock(key)) for key in waiting)
-    return JobImagesStatus(tuple(_ended(node, one) for one in found), bool(waiting), live)
+    return JobImagesStatus(
+        tuple(_result_without_event(node, one) for one in found), bool(waiting), live
+    )
 
 
-def absent(image: str) -> ImageResult:
+def make_absent_result(image: str) -> ImageResult:
     """Pure: an image of which no hook has anything on record."""
     detail = "no Prolog of forestage ran for this job, or it saw no hint"
     return ImageResult(image, "failed", detail=detail)
 
 
-def by_events(
+def results_from_events(
     log: Iterable[EventRecord], job: int, images: Iterable[str]
 ) -> tuple[ImageResult, ...]:
     """Pure: what the job's own hooks, and the copies that they left under way, have on record."""
@@ -70,38 +72,40 @@ def by_events(
             ended[event.outcome.key] = event
         elif isinstance(event.outcome, RequestOutcome) and event.job == job:
             own[event.outcome.request] = event
-    return tuple(_by_event(image, own.get(printable(image)), ended) for image in images)
+    return tuple(
+        _result_from_event(image, own.get(make_printable(image)), ended) for image in images
+    )
 
 
-def _by_event(
+def _result_from_event(
     image: str, event: EventRecord | None, ended: Mapping[str, EventRecord]
 ) -> ImageResult:
     if event is None:
-        return absent(image)
+        return make_absent_result(image)
     outcome = event.outcome
     assert isinstance(outcome, RequestOutcome)
     # `through`: the step of this very job, as its copy was under way.
     going = outcome.result in ("started", "through")
     if not (going or (outcome.reason == "deadline" and outcome.key)):
-        return _by_outcome(image, outcome)
+        return _result_from_outcome(image, outcome)
     copy = ended.get(outcome.key)
     # One that ended before the hook began to wait is an older copy of the same key.
     if copy is None or copy.time < event.time - event.total:
         return ImageResult(image, "copying", key=outcome.key)
     assert isinstance(copy.outcome, CopyOutcome)
-    return _by_outcome(image, copy.outcome)
+    return _result_from_outcome(image, copy.outcome)
 
 
-def _by_outcome(image: str, outcome: RequestOutcome | CopyOutcome) -> ImageResult:
+def _result_from_outcome(image: str, outcome: RequestOutcome | CopyOutcome) -> ImageResult:
     # A hook's event has no other results than these, and "released" is not about an image.
-    known: dict[str, Result] = {"hit": "hit", "joined": "joined", "copied": "copied"}
+    known: dict[str, ImageOutcome] = {"hit": "hit", "joined": "joined", "copied": "copied"}
     known["declined"] = "declined"
     result = known.get(outcome.result, "failed")
     wait = outcome.wait if result in WHOLE_RESULTS else None
     return ImageResult(image, result, outcome.reason, outcome.detail, wait, outcome.key)
 
 
-def _ended(node: Node, one: ImageResult) -> ImageResult:
+def _result_without_event(node: Node, one: ImageResult) -> ImageResult:
     """The result of a copy that ended without an event: whether its entry is there."""
     if one.result != "copying":
         return one

@@ -19,7 +19,7 @@ import msgspec
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.features.prepare import hints
-from forestage.features.prepare.publish import MakeImageError, lay_out, replacing
+from forestage.features.prepare.publish import MakeImageError, create_striped, replace_when_whole
 from forestage.system import child, mksquashfs, run
 from forestage.system.run import ProcessResult
 from forestage.system.striping import StripeLayout
@@ -50,25 +50,25 @@ class PackResult(msgspec.Struct, frozen=True):
     option: str = ""
 
 
-def option_of(folder: Path, image: Path) -> str:
+def format_job_option(folder: Path, image: Path) -> str:
     """Pure: the option by which a job's steps see the image at `folder`; both absolute.
 
     Raises MakeImageError where no job may have it there.
     """
     word = f"stage={image}@{folder}"
-    if refused := hints.refusals([word]):
+    if refused := hints.list_refusals([word]):
         raise MakeImageError("; ".join(refused), "leave out --here, or name other paths")
     return f"--{word}"
 
 
-def argv(
+def format_mksquashfs_command(
     folder: Path, image: Path, compression: tuple[str, ...], limits: tuple[str, ...] = ()
 ) -> list[str]:
     """Pure: the squashfs-tools' command line; without `compression`, their own default, gzip."""
     return ["mksquashfs", str(folder), str(image), *limits, *compression, *OPTIONS]
 
 
-def find_limits(root: Path) -> tuple[str, ...]:
+def list_limit_options(root: Path) -> tuple[str, ...]:
     """Return the options by which mksquashfs keeps within what this process may use.
 
     `root` is where /proc and /sys are. Raises Failed.
@@ -83,7 +83,7 @@ def find_limits(root: Path) -> tuple[str, ...]:
     return (*processors, *mksquashfs.format_memory_options(memory))
 
 
-def _failure(ran: ProcessResult) -> Failed:
+def _make_error(ran: ProcessResult) -> Failed:
     """Return the error for a program that made no image. Pure."""
     if ran.code != -signal.SIGKILL:
         return Failed("program", ran.explained(), "nothing was packed")
@@ -94,7 +94,7 @@ def _failure(ran: ProcessResult) -> Failed:
     )
 
 
-def pack(
+def pack_directory(
     folder: Path,
     image: Path,
     force: bool,
@@ -118,20 +118,20 @@ def pack(
     if parent.is_relative_to(folder):
         raise MakeImageError(f"{image} would be part of itself", "put it outside of the directory")
     target = parent / image.name
-    with replacing(target, force) as part:
+    with replace_when_whole(target, force) as part:
         if layout is not None:
-            lay_out(part, layout)  # mksquashfs writes into the file that is there
+            create_striped(part, layout)  # mksquashfs writes into the file that is there
         progress(f"packing {folder}")
-        limits = find_limits(root)
-        ran = run.run_program(argv(folder, part, ("-comp", "zstd"), limits))
+        limits = list_limit_options(root)
+        ran = run.run_program(format_mksquashfs_command(folder, part, ("-comp", "zstd"), limits))
         if ran.code != 0 and "is not supported" in ran.err + ran.out:
-            ran = run.run_program(argv(folder, part, (), limits))
+            ran = run.run_program(format_mksquashfs_command(folder, part, (), limits))
         if lost := _LOST.search(ran.err):
             raise Failed("program", f"mksquashfs: {lost[0]}", "nothing was packed")
         shown = ran if ran.code else run.run_program(["unsquashfs", "-s", str(part)])
         facts: dict[str, str] = dict(_FACT.findall(shown.out))
         if "Number of inodes" not in facts:
-            raise _failure(shown)
+            raise _make_error(shown)
         size = part.stat().st_size
     took = round(clock.monotonic() - began, 3)
     compression = facts.get("Compression", "unknown")
@@ -140,8 +140,8 @@ def pack(
     )
 
 
-def pieces(done: PackResult) -> list[OutputBlock]:
-    """Pure: what `pack` prints."""
+def format_output(done: PackResult) -> list[OutputBlock]:
+    """Pure: what `pack_directory` prints."""
     facts = (
         ("inodes", str(done.inodes)),
         ("size", f"{format_size(done.size)}, {done.compression}"),

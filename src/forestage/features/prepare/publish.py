@@ -44,7 +44,7 @@ class PublishResult(msgspec.Struct, frozen=True):
     layout: StripeLayout
 
 
-def publish(
+def publish_image(
     source: Path,
     folder: Path,
     layout: StripeLayout,
@@ -63,9 +63,12 @@ def publish(
         raise MakeImageError(f"{source} is no regular file")
     if not folder.is_dir():
         raise MakeImageError(f"{folder} is no directory")
-    kind = kind_of(folder, files)
+    kind = read_file_system_type(folder, files)
     target = folder / source.name
-    with replacing(target, force) as part, _made(part, layout if kind == "lustre" else None) as fd:
+    with (
+        replace_when_whole(target, force) as part,
+        _create_file(part, layout if kind == "lustre" else None) as fd,
+    ):
         # By the descriptor: who owns the folder may put a link in the name's place meanwhile.
         copy = Path(f"/proc/self/fd/{fd}")
         before = source.stat()
@@ -87,31 +90,31 @@ def publish(
     return PublishResult(str(target), size, took, kind, kind == "lustre", layout)
 
 
-def kind_of(folder: Path, files: RootedTree) -> str:
+def read_file_system_type(folder: Path, files: RootedTree) -> str:
     """The kind of file system that a directory lies on."""
     under = files.under(os.path.realpath(folder))
     return under.kind if under else "unknown"
 
 
 @contextlib.contextmanager
-def replacing(target: Path, force: bool) -> Iterator[Path]:
+def replace_when_whole(target: Path, force: bool) -> Iterator[Path]:
     """A name beside the target, renamed to the target's at the end; nothing of that name stays.
 
     Raises MakeImageError where something has the target's name already, before and after the work.
     """
-    _refuse_replacing(target, force)
+    _check_may_replace(target, force)
     part = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
     try:
         yield part
         records.sync_file(part)
-        _refuse_replacing(target, force)
+        _check_may_replace(target, force)
         part.replace(target)
         records.sync_directory(target.parent)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _refuse_replacing(target: Path, force: bool) -> None:
+def _check_may_replace(target: Path, force: bool) -> None:
     if target.is_dir():
         raise MakeImageError(f"{target} is a directory")
     if not force and (target.exists() or target.is_symlink()):
@@ -119,27 +122,27 @@ def _refuse_replacing(target: Path, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _made(part: Path, layout: StripeLayout | None) -> Iterator[int]:
+def _create_file(part: Path, layout: StripeLayout | None) -> Iterator[int]:
     """Makes the empty file, with the layout if any, for its owner only; yields it open."""
     flags = os.O_RDWR | os.O_NOFOLLOW
     if layout is None:
         flags |= os.O_CREAT | os.O_EXCL
     else:
-        lay_out(part, layout)
+        create_striped(part, layout)
     with open_descriptor(part, flags, 0o600) as fd:
         os.fchmod(fd, 0o600)  # others may read it once it has the source's mode
         yield fd
 
 
-def lay_out(part: Path, layout: StripeLayout) -> None:
+def create_striped(part: Path, layout: StripeLayout) -> None:
     """Makes the empty file, on Lustre. Raises Failed, OSError."""
     ran = run.run_program(format_setstripe_command(layout, part), timeout=TIMEOUT)
     if ran.code != 0:
         raise Failed("program", ran.explained(), "nothing was published")
 
 
-def pieces(done: PublishResult) -> list[OutputBlock]:
-    """Pure: what `publish` prints."""
+def format_output(done: PublishResult) -> list[OutputBlock]:
+    """Pure: what `publish_image` prints."""
     osts = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
     layout = f"{osts}, in stripes of {done.layout.size}"
     if not done.striped:

@@ -17,7 +17,7 @@ from forestage.cache.node import Node
 from forestage.check.site import read_node_companion_state
 from forestage.clock import Deadline
 from forestage.config import resolve_auto_redirect, switch
-from forestage.errors import Declined, Failed, ForestageError, of_node
+from forestage.errors import Declined, Failed, ForestageError, classify_node_error
 from forestage.features.prepare.job_images import ImageResult
 from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
@@ -25,15 +25,15 @@ from forestage.sources import opening, source
 from forestage.stage import wait
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
-from forestage.units import format_duration, printable
+from forestage.units import format_duration, make_printable
 
 if TYPE_CHECKING:
     from forestage.system.holder import StartChannel
 
-OPEN = 30.0  # seconds for the shared file system to open one image
-AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn
+OPEN_TIMEOUT = 30.0  # seconds for the shared file system to open one image
+MAX_AT_ONCE = 16  # images, as of a job: each has a process, also while its copy waits for its turn
 
-Progress = Callable[[str], None]
+TextProgress = Callable[[str], None]
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -59,13 +59,13 @@ def decide_redirect(node: Node, conf: str) -> Node:
     return msgspec.structs.replace(node, config=config)
 
 
-def nobody(user: User, node: str) -> Job:
+def make_placeholder_job(user: User, node: str) -> Job:
     """Pure: what stands for a job where there is none: number 0, as in the events of a sweep."""
     return Job(0, user, node, "", "/", (), None, JobHints())
 
 
-def stage(
-    node: Node, job: Job, images: Sequence[str], within: float, progress: Progress
+def copy_images(
+    node: Node, job: Job, images: Sequence[str], within: float, progress: TextProgress
 ) -> StageReport:
     """Has all of them copied, opened as the job's user, and waits for `within` seconds at most.
 
@@ -74,14 +74,14 @@ def stage(
     """
     end = Deadline.after(within, node.clock)
     done: list[ImageResult] = []
-    while some := images[len(done) : len(done) + AT_ONCE]:
+    while some := images[len(done) : len(done) + MAX_AT_ONCE]:
         if end.left() == 0.0 and any(one.result == "copying" for one in done):
             late = "the time was over before its turn"
             done += [ImageResult(one, "declined", "deadline", late) for one in images[len(done) :]]
             break
         with contextlib.ExitStack() as begun:
-            works = [_begin(node, job, image, begun) for image in some]
-            done += [_result(node, job, one, end, progress) for one in works]
+            works = [_start_image(node, job, image, begun) for image in some]
+            done += [_wait_for_result(node, job, one, end, progress) for one in works]
     return StageReport(tuple(done))
 
 
@@ -95,11 +95,11 @@ class _StartedImage(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
 
-def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _StartedImage:
+def _start_image(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _StartedImage:
     since = node.clock.monotonic()
     try:
-        must_be_usable(node)
-        within = Deadline.after(OPEN, node.clock)
+        check_usable(node)
+        within = Deadline.after(OPEN_TIMEOUT, node.clock)
         opened = begun.enter_context(opening.open_image_for_hook(job.user, image, node, within))
         copying = begun.enter_context(wait.ensure_copy_started(node, job, opened))
         return _StartedImage(image, since, opened, copying)
@@ -107,7 +107,7 @@ def _begin(node: Node, job: Job, image: str, begun: contextlib.ExitStack) -> _St
         return _StartedImage(image, since, error=error)
 
 
-def must_be_usable(node: Node) -> None:
+def check_usable(node: Node) -> None:
     """Raises Declined, OSError where staging is switched off, or the cache is of use to nobody."""
     if off := switch.find_off_reason(node.places, node.config, node.clock.wall()):
         raise Declined("disabled", off)
@@ -116,8 +116,8 @@ def must_be_usable(node: Node) -> None:
     disk_errors.check_no_doubt(node.places)
 
 
-def _result(
-    node: Node, job: Job, one: _StartedImage, end: Deadline, progress: Progress
+def _wait_for_result(
+    node: Node, job: Job, one: _StartedImage, end: Deadline, progress: TextProgress
 ) -> ImageResult:
     try:
         if one.error or one.opened is None:
@@ -133,16 +133,20 @@ def _result(
     except Declined as error:
         if error.reason == "deadline":
             key = one.opened.image.key if one.opened else ""
-            return ImageResult(one.image, "copying", "deadline", printable(str(error)), key=key)
+            return ImageResult(
+                one.image, "copying", "deadline", make_printable(str(error)), key=key
+            )
         failed = isinstance(error, Failed)
-        detail = printable(str(error))
+        detail = make_printable(str(error))
         return ImageResult(one.image, "failed" if failed else "declined", error.reason, detail)
     except (ForestageError, OSError) as error:
-        return ImageResult(one.image, "failed", of_node(error).reason, printable(str(error)))
+        return ImageResult(
+            one.image, "failed", classify_node_error(error).reason, make_printable(str(error))
+        )
 
 
-def pieces(done: StageReport) -> list[OutputBlock]:
-    """Pure: what `stage` prints."""
+def format_output(done: StageReport) -> list[OutputBlock]:
+    """Pure: what `copy_images` prints."""
     rows = [
         (
             one.result,

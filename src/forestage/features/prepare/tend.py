@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from forestage.paths import NodePaths
 
 
-def warmed_sign(places: NodePaths) -> Path:
+def warmed_sign_path(places: NodePaths) -> Path:
     """Return the file that is there once the images of `warm_at_boot` were here since the boot."""
     return places.run / "warmed"
 
 
 def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     """Yield what begins their copies, until all of them were here once since the boot."""
-    config, done = facts.config, warmed_sign(facts.places)
+    config, done = facts.config, warmed_sign_path(facts.places)
     if config is None or facts.is_apart:
         return
     if config.warm_at_boot and not done.exists():

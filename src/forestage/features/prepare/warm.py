@@ -116,23 +116,23 @@ def list_partition_nodes(name: str, slurm: SlurmClient) -> tuple[str, ...]:
     return found
 
 
-def comment(order: WarmRequest) -> str:
+def format_comment(order: WarmRequest) -> str:
     """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
     paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)
     return f"stage={paths}" + (f" stage-wait={order.wait}" if order.wait else "")
 
 
-def argv(order: WarmRequest, node: str, name: str) -> list[str]:
+def format_srun_command(order: WarmRequest, node: str, name: str) -> list[str]:
     """Pure: srun's command line for one node."""
     return [
         *("srun", *SRUN, f"--job-name={name}", f"--nodelist={node}"),
-        *(f"--immediate={max(1, round(order.busy))}", f"--comment={comment(order)}"),
+        *(f"--immediate={max(1, round(order.busy))}", f"--comment={format_comment(order)}"),
         *(*order.options, "--"),
         *("sh", "-c", SCRIPT, PYTHON, *order.images),
     ]
 
 
-def answer(node: str, ran: ProcessResult, seconds: float) -> WarmNodeResult:
+def parse_node_result(node: str, ran: ProcessResult, seconds: float) -> WarmNodeResult:
     """Pure: what the job printed among whatever else there is (a TaskProlog may print, too)."""
     took = round(seconds, 3)
     for line in reversed(ran.out.splitlines()):
@@ -151,7 +151,7 @@ def find_problem(code: int, err: str) -> str:
     return [*errors, *lines, f"it ended with {code} and no answer"][0]
 
 
-def warm(
+def warm_nodes(
     order: WarmRequest,
     slurm: SlurmClient,
     clock: Clock,
@@ -167,21 +167,21 @@ def warm(
 
     def ask(node: str) -> WarmNodeResult:
         began = clock.monotonic()
-        ran = slurm.command(argv(order, node, name), kill)
-        return answer(node, ran, clock.monotonic() - began)
+        ran = slurm.command(format_srun_command(order, node, name), kill)
+        return parse_node_result(node, ran, clock.monotonic() - began)
 
     answers: dict[str, WarmNodeResult] = {}
     futures: dict[Future[WarmNodeResult], str] = {}
     pool = ThreadPoolExecutor(min(order.at_once, len(order.nodes)))
     with pool, contextlib.ExitStack() as interrupted:  # its last callback comes first
         interrupted.callback(kill.set)
-        interrupted.callback(_cancel, slurm, clock, name, futures)
+        interrupted.callback(_cancel_jobs, slurm, clock, name, futures)
         interrupted.callback(lambda: [future.cancel() for future in futures])
         for node in order.nodes:
             futures[pool.submit(ask, node)] = node
         left = set(futures)
         while left:
-            progress(progress_line(order, answers))
+            progress(format_progress(order, answers))
             # In short turns: CPython may sleep through a signal that comes just before a wait,
             # and wakes only for the next one.
             over, left = wait(left, SIGNAL_POLL, FIRST_COMPLETED)
@@ -191,7 +191,7 @@ def warm(
     return WarmReport(sum(not one.is_warm for one in nodes), nodes)
 
 
-def _cancel(
+def _cancel_jobs(
     slurm: SlurmClient, clock: Clock, name: str, futures: "Iterable[Future[WarmNodeResult]]"
 ) -> None:
     """Cancels the jobs until no srun is left, for CANCEL_TIMEOUT at most."""
@@ -203,16 +203,16 @@ def _cancel(
             return
 
 
-def progress_line(order: WarmRequest, answers: dict[str, WarmNodeResult]) -> str:
+def format_progress(order: WarmRequest, answers: dict[str, WarmNodeResult]) -> str:
     """Pure: one line while it goes on."""
     missing = [node for node in order.nodes if node not in answers]
     named = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
     done = f"{len(answers)} of {format_count(len(order.nodes), 'node')} done"
     waiting = f"waiting for {named}" if named else ""
-    return "; ".join(filter(None, (done, _totals(answers.values()), waiting)))
+    return "; ".join(filter(None, (done, _format_totals(answers.values()), waiting)))
 
 
-def _totals(answers: Iterable[WarmNodeResult]) -> str:
+def _format_totals(answers: Iterable[WarmNodeResult]) -> str:
     """Pure: "3 hit, 1 no answer"."""
     results: Counter[str] = Counter()
     for one in answers:
@@ -221,8 +221,8 @@ def _totals(answers: Iterable[WarmNodeResult]) -> str:
     return ", ".join(f"{number} {result}" for result, number in results.most_common())
 
 
-def pieces(done: WarmReport) -> list[OutputBlock]:
-    """Pure: what `warm` prints."""
+def format_output(done: WarmReport) -> list[OutputBlock]:
+    """Pure: what `warm_nodes` prints."""
     columns = ("node", "result", "staged", "job", "took", "image or reason")
     rows: list[tuple[str, ...]] = []
     for one in done.nodes:
@@ -235,5 +235,5 @@ def pieces(done: WarmReport) -> list[OutputBlock]:
             staged = "-" if image.wait is None else format_duration(image.wait)
             rows.append((one.node, image.result, staged, str(one.job), took, what))
     warm = len(done.nodes) - done.failed
-    head = f"{warm} of {format_count(len(done.nodes), 'node')} warm: {_totals(done.nodes)}"
+    head = f"{warm} of {format_count(len(done.nodes), 'node')} warm: {_format_totals(done.nodes)}"
     return [TextLine(head, heading=True), TextTable(columns, rows)]

@@ -23,10 +23,10 @@ from forestage.events import EventRecord
 from forestage.features.prepare import job_images
 from forestage.features.prepare.job_images import ImageResult, JobImagesStatus
 from forestage.paths import NodePaths
-from forestage.units import printable
+from forestage.units import make_printable
 
-EVERY = 1.0  # seconds between two looks at a copy
-UNHEARD = 3600.0  # seconds for which a user waits: of a copy that was killed nobody tells them
+POLL_INTERVAL = 1.0  # seconds between two looks at a copy
+USER_TIMEOUT = 3600.0  # seconds for which a user waits: of a copy that was killed nobody tells them
 TRIES = 3  # without a live copy; its event is written a moment after its lock is free
 
 
@@ -46,10 +46,10 @@ def wait_for_copies(look: Callable[[], JobImagesStatus], clock: Clock) -> tuple[
         without_copy = 0 if seen.live else without_copy + 1
         if not seen.waits or without_copy == TRIES:
             return seen.images
-        clock.sleep(EVERY)
+        clock.sleep(POLL_INTERVAL)
 
 
-def results(
+def read_results(
     places: NodePaths, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
     """What this user may know; what is wrong with the node is an answer, too."""
@@ -60,14 +60,14 @@ def results(
 
         def look() -> JobImagesStatus:
             log.extend(events.read_new_events(places.events, how_far))
-            return job_images.look(node, log, job, images)
+            return job_images.read_job_images(node, log, job, images)
 
         return wait_for_copies(look, clock)
     except PermissionError:
         return _results_for_user(places, clock, job, images)
     except (ForestageError, OSError) as error:
         reason = "config" if isinstance(error, ConfigError) else "io"
-        detail = printable(str(error))
+        detail = make_printable(str(error))
         return tuple(ImageResult(image, "failed", reason, detail) for image in images)
 
 
@@ -75,10 +75,12 @@ def _results_for_user(
     places: NodePaths, clock: Clock, job: int, images: tuple[str, ...]
 ) -> tuple[ImageResult, ...]:
     """Return what the user's own events say; whether a copy is alive they do not."""
-    until = clock.monotonic() + UNHEARD
+    until = clock.monotonic() + USER_TIMEOUT
 
     def look() -> JobImagesStatus:
-        found = job_images.by_events(events.read_user_events(places, os.geteuid()), job, images)
+        found = job_images.results_from_events(
+            events.read_user_events(places, os.geteuid()), job, images
+        )
         waits = any(one.result == "copying" for one in found)
         return JobImagesStatus(found, waits, live=clock.monotonic() < until)
 
@@ -91,10 +93,12 @@ def _results_for_user(
 def main(words: list[str]) -> None:
     """JOB IMAGE..., the images as absolute paths."""
     job, *images = words
-    found = results(NodePaths(), Clock(), int(job), tuple(images))
+    found = read_results(NodePaths(), Clock(), int(job), tuple(images))
     # A name that is not UTF-8 must not end the answer.
     safe = tuple(
-        msgspec.structs.replace(one, image=printable(one.image), detail=printable(one.detail))
+        msgspec.structs.replace(
+            one, image=make_printable(one.image), detail=make_printable(one.detail)
+        )
         for one in found
     )
     report = WarmNodeReport("warm", int(job), safe)

@@ -84,7 +84,7 @@ class _TokenReply(msgspec.Struct):
     access_token: str | None = None
 
 
-def parse(raw: bytes) -> RegistryReply:
+def parse_reply(raw: bytes) -> RegistryReply:
     """Reads headers and body; informational answers (1xx) before them are skipped."""
     while True:
         end = _BLANK.search(raw)
@@ -102,7 +102,7 @@ def parse(raw: bytes) -> RegistryReply:
     return RegistryReply(int(status[1]), headers, raw)
 
 
-def origin(url: str) -> UrlOrigin:
+def parse_origin(url: str) -> UrlOrigin:
     """Whom a URL speaks to. Raises ValueError for one that is not plain http or https."""
     match = _URL.fullmatch(url) if len(url) <= LONGEST_URL else None
     if not match:
@@ -112,13 +112,13 @@ def origin(url: str) -> UrlOrigin:
     return UrlOrigin(scheme, match[2].lower(), port)
 
 
-def location(answer: RegistryReply, url: str) -> str:
+def find_redirect(answer: RegistryReply, url: str) -> str:
     """Returns where an answer to `url` sends us, without a fragment; "" if nowhere."""
     there = answer.header("location") if answer.status in (301, 302, 303, 307, 308) else ""
     return urljoin(url, there).partition("#")[0] if there else ""
 
 
-def challenge(answer: RegistryReply) -> AuthChallenge | None:
+def find_challenge(answer: RegistryReply) -> AuthChallenge | None:
     """Returns the challenge of a 401 that can be met, Bearer before Basic."""
     values = [value[:_CHALLENGE] for name, value in answer.headers if name == "www-authenticate"]
     for value in values:
@@ -132,14 +132,14 @@ def challenge(answer: RegistryReply) -> AuthChallenge | None:
     return None
 
 
-def token_url(asked: AuthChallenge) -> str:
+def make_token_url(asked: AuthChallenge) -> str:
     """Returns the URL at which a Bearer token is to be had; its origin is not checked here."""
     query = urlencode(asked.parameters)
     joint = "&" if "?" in asked.realm else "?"
     return f"{asked.realm}{joint}{query}" if query else asked.realm
 
 
-def token(body: bytes) -> str:
+def parse_token(body: bytes) -> str:
     """Returns the token in a token server's answer. Raises ValueError if there is none."""
     found = msgspec.json.decode(body, type=_TokenReply)
     text = found.token or found.access_token or ""
@@ -157,7 +157,7 @@ def is_manifest(body: bytes) -> bool:
     return True
 
 
-def retry_after(answer: RegistryReply, now: float) -> float | None:
+def parse_retry_after(answer: RegistryReply, now: float) -> float | None:
     """Returns the seconds that an answer asks to wait; `now` is in seconds since the epoch."""
     value = answer.header("retry-after")
     if re.fullmatch(r"[0-9]{1,9}", value):

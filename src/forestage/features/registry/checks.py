@@ -28,12 +28,12 @@ from forestage.system.terminal import format_local_time
 from forestage.system.tree import RootedTree
 
 IMPORTER = "/usr/lib/forestage/bin/forestage-importer"
-SINCE = b"importer="  # in pyxis from 0.21 on
-SHARED = 0o1777  # who may make a directory there, and who may take away another's
+IMPORTER_OPTION = b"importer="  # in pyxis from 0.21 on
+SHARED_MODE = 0o1777  # who may make a directory there, and who may take away another's
 NOBODY = User("", run.NOBODY, run.NOBODY)
 TIMEOUT = 10.0  # seconds for a store, a registry, or enroot to answer
 RECENT = 86400.0  # seconds since a registry was silent
-MOST = 3  # registries that are connected to
+MAX_REGISTRIES = 3  # registries that are connected to
 HTTPS = 443
 SILENT = "registry-silent"
 
@@ -46,12 +46,12 @@ def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     yield "the store of images"
     config, target = facts.settings.config, facts.target
     origin = of_settings.locate_config_file(facts.settings, target.places, "registry.store")
-    yield from _importer(facts.files, pyxis, config, origin)
+    yield from _find_importer_problems(facts.files, pyxis, config, origin)
     if config.registry.enabled:
-        yield from _silence(target.places, target.clock.wall())
+        yield from _find_registry_problems(target.places, target.clock.wall())
 
 
-def _importer(
+def _find_importer_problems(
     files: RootedTree, pyxis: StackPlugin, config: Config, origin: str
 ) -> Iterator[CheckFinding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
@@ -61,7 +61,7 @@ def _importer(
         return
     if not program:
         if store is not None:
-            yield _not_asked(files, pyxis)
+            yield _make_not_asked_finding(files, pyxis)
         return
     if not files.runs(program):
         yield CheckFinding(
@@ -80,7 +80,7 @@ def _importer(
             "install enroot on every node",
         )
     else:
-        yield from _enroot(files)
+        yield from _find_enroot_problems(files)
     if config.redirect != "spank":
         yield CheckFinding(
             "registry-no-spank",
@@ -90,14 +90,14 @@ def _importer(
             "`redirect: spank`, with the companion in plugstack.conf before pyxis",
         )
     if store is None:
-        yield _no_store(files, config, origin)
+        yield _make_no_store_finding(files, config, origin)
     else:
-        yield from _store(files, store, config.cache, origin)
+        yield from _find_store_problems(files, store, config.cache, origin)
 
 
-def _not_asked(files: RootedTree, pyxis: StackPlugin) -> CheckFinding:
+def _make_not_asked_finding(files: RootedTree, pyxis: StackPlugin) -> CheckFinding:
     words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
-    if SINCE not in (files.data(pyxis.path) or b""):
+    if IMPORTER_OPTION not in (files.data(pyxis.path) or b""):
         change = "install pyxis 0.21 or later"
     else:
         change = f"{pyxis.line.where}: {words} importer={IMPORTER}"
@@ -110,11 +110,12 @@ def _not_asked(files: RootedTree, pyxis: StackPlugin) -> CheckFinding:
     )
 
 
-def _no_store(files: RootedTree, config: Config, origin: str) -> CheckFinding:
+def _make_no_store_finding(files: RootedTree, config: Config, origin: str) -> CheckFinding:
     shared = [
         source
         for source in map(files.real, config.sources)
-        if not _is_local(files, source, config.cache) and not _is_local(files, source, "/")
+        if not _is_on_cache_disk(files, source, config.cache)
+        and not _is_on_cache_disk(files, source, "/")
     ]
     if shared:
         place = f"{shared[0]}/forestage"
@@ -130,13 +131,13 @@ def _no_store(files: RootedTree, config: Config, origin: str) -> CheckFinding:
     )
 
 
-def _is_local(files: RootedTree, path: str, cache: str) -> bool:
+def _is_on_cache_disk(files: RootedTree, path: str, cache: str) -> bool:
     """Whether a path lies, or would lie, on the cache's file system."""
     here, there = (files.under(files.real(one)) for one in (path, cache))
     return here is not None and there is not None and here.device == there.device
 
 
-def _enroot(files: RootedTree) -> Iterator[CheckFinding]:
+def _find_enroot_problems(files: RootedTree) -> Iterator[CheckFinding]:
     """Whether it starts, and imports what is meant."""
     program = files.program("enroot")
     try:
@@ -156,7 +157,7 @@ def _enroot(files: RootedTree) -> Iterator[CheckFinding]:
             f"{program} version, as a user, says what is wrong",
         )
         return
-    found = environment.release(ran.out)
+    found = environment.parse_release(ran.out)
     if (0, 0, 0) < found < TAG_DIGEST:
         yield CheckFinding(
             "enroot-old",
@@ -175,10 +176,14 @@ class StoreTrial(msgspec.Struct, frozen=True):
     wrong: str = ""
 
 
-def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[CheckFinding]:
+def _find_store_problems(
+    files: RootedTree, store: str, cache: str, origin: str
+) -> Iterator[CheckFinding]:
     found: StoreTrial | None = None
     try:
-        found = as_user.run_in_child(lambda: (_tried(files.at(store)), []), StoreTrial, TIMEOUT)[0]
+        found = as_user.run_in_child(
+            lambda: (_try_store(files.at(store)), []), StoreTrial, TIMEOUT
+        )[0]
     except as_user.ChildTimeout:
         yield CheckFinding(
             "store-hangs",
@@ -189,10 +194,10 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[C
         )
         return
     except PermissionError as error:
-        found = StoreTrial(SHARED, str(error.strerror))
+        found = StoreTrial(SHARED_MODE, str(error.strerror))
     except (OSError, Declined):
         pass  # it is not there
-    if _is_local(files, store, cache):
+    if _is_on_cache_disk(files, store, cache):
         yield CheckFinding(
             "store-local",
             "critical",
@@ -209,7 +214,7 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[C
             "Each step on each node imports its image for itself",
             f"mount its file system, or mkdir -m 1777 {store}, or {origin}: registry.store",
         )
-    elif found.mode & SHARED != SHARED:
+    elif found.mode & SHARED_MODE != SHARED_MODE:
         yield CheckFinding(
             "store-mode",
             "warning",
@@ -227,9 +232,9 @@ def _store(files: RootedTree, store: str, cache: str, origin: str) -> Iterator[C
         )
 
 
-def _tried(place: Path) -> StoreTrial:
+def _try_store(place: Path) -> StoreTrial:
     """What nobody, who stands for any user, can do there. In a child; raises OSError."""
-    _be_nobody()
+    _become_nobody()
     mode = stat.S_IMODE(place.stat().st_mode)
     own = place / f".check-{os.urandom(8).hex()}"
     try:
@@ -244,34 +249,34 @@ def _tried(place: Path) -> StoreTrial:
     return StoreTrial(mode)
 
 
-def _be_nobody() -> None:
+def _become_nobody() -> None:
     if os.geteuid() == 0:
         as_user.set_effective_user(NOBODY)
 
 
-def _read_silent(places: NodePaths) -> dict[str, float]:
+def _list_silent_registries(places: NodePaths) -> dict[str, float]:
     """Return when registries were asked in vain that have not answered a step since."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
-        for event in events.read(places.events):
+        for event in events.read_events(places.events):
             outcome = event.outcome
             if isinstance(outcome, RequestOutcome) and (outcome.digest or outcome.reason == SILENT):
                 with contextlib.suppress(Declined):
-                    registry = reference.parse(outcome.request).registry
+                    registry = reference.parse_reference(outcome.request).registry
                     found.pop(registry, None)
                     found |= {registry: event.time} if outcome.reason == SILENT else {}
     return found
 
 
-def _silence(places: NodePaths, now: float) -> Iterator[CheckFinding]:
+def _find_registry_problems(places: NodePaths, now: float) -> Iterator[CheckFinding]:
     """Registries that did not answer the last step which asked them, and do not answer now.
 
     No other registry is connected to.
     """
-    silent = _read_silent(places)
+    silent = _list_silent_registries(places)
     recent = [(name, when) for name, when in silent.items() if now - when < RECENT]
-    for name, when in islice(sorted(recent), MOST):
-        wrong = _unreachable(name)
+    for name, when in islice(sorted(recent), MAX_REGISTRIES):
+        wrong = _explain_unreachable(name)
         if wrong:
             yield CheckFinding(
                 "registry-silent",
@@ -283,14 +288,14 @@ def _silence(places: NodePaths, now: float) -> Iterator[CheckFinding]:
             )
 
 
-def _unreachable(registry: str) -> str:
+def _explain_unreachable(registry: str) -> str:
     """Why nobody can connect to it; "" where they can."""
     host, _, port = registry.rpartition(":") if registry[-1:] != "]" else (registry, "", "")
     if not port.isdigit():
         host, port = registry, str(HTTPS)
 
     def work() -> as_user.ChildResult[str]:
-        _be_nobody()
+        _become_nobody()
         address = host.strip("[]"), int(port)
         try:
             with contextlib.closing(socket.create_connection(address, TIMEOUT / 2)):

@@ -17,7 +17,7 @@ import msgspec
 from forestage.features.registry import store_age
 from forestage.features.registry.store import FILE, ImageRecord
 from forestage.features.registry.store_age import CollectionSighting, StoreCollection
-from forestage.features.registry.store_files import load, own
+from forestage.features.registry.store_files import find_own_record, open_own_file
 from forestage.system.files import open_descriptor
 
 LIVE = 3600.0  # seconds without a sign of life after which an import is dead, by whatever clock
@@ -31,7 +31,7 @@ MOST = 200_000  # names looked at in one directory
 class StoreFile(msgspec.Struct, frozen=True):
     """A file of the owner's; `kind` is what FILE says, else "job", "tag" or "new".
 
-    `age` is for how many seconds it has certainly not been touched; see `with_ages`.
+    `age` is for how many seconds it has certainly not been touched; see `add_ages`.
     """
 
     path: str  # in the directory
@@ -75,7 +75,7 @@ class CollectionResult(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def with_ages(
+def add_ages(
     files: Sequence[StoreFile], collection: StoreCollection, server: int | None
 ) -> list[StoreFile]:
     """Pure: the files with their ages, by what the store counted, and by the server's own clock.
@@ -91,7 +91,7 @@ def with_ages(
     return found
 
 
-def images(files: Sequence[StoreFile]) -> list[StoredImage]:
+def list_images(files: Sequence[StoreFile]) -> list[StoredImage]:
     """Pure: the images among the files, used longest ago first."""
     records = {file.name: file for file in files if file.kind == "json"}
     found = []
@@ -107,12 +107,12 @@ def images(files: Sequence[StoreFile]) -> list[StoredImage]:
     return sorted(found, key=lambda image: (-image.age, image.used, image.name))
 
 
-def plan(files: Sequence[StoreFile], keep: float, most: int | None) -> StoreGarbage:
+def plan_collection(files: Sequence[StoreFile], keep: float, most: int | None) -> StoreGarbage:
     """Pure: what goes, where images stay `keep` seconds and take `most` bytes together.
 
     Files that are no images, and imports that go on, leave them so much less.
     """
-    held = images(files)
+    held = list_images(files)
     taken = sum(file.size for file in files if file.kind in ("sqsh", "") or _is_part(file))
     going = []
     for image in held:
@@ -124,11 +124,11 @@ def plan(files: Sequence[StoreFile], keep: float, most: int | None) -> StoreGarb
     by_name: dict[str, list[StoreFile]] = {}
     for file in files:
         by_name.setdefault(file.name, []).append(file)
-    left = [file.path for file in files if _is_left(file, by_name[file.name])]
+    left = [file.path for file in files if _is_leftover(file, by_name[file.name])]
     return StoreGarbage(tuple(going), tuple(left))
 
 
-def _is_left(file: StoreFile, of_image: Sequence[StoreFile]) -> bool:
+def _is_leftover(file: StoreFile, of_image: Sequence[StoreFile]) -> bool:
     age = file.age
     lives = any(one.kind.startswith("lease.") and one.age < LIVE for one in of_image)
     if file.kind in ("job", "tag"):
@@ -146,18 +146,19 @@ def _is_part(file: StoreFile) -> bool:
     return file.kind.endswith("part")
 
 
-def look(folder: Path) -> list[StoreFile]:
+def list_files(folder: Path) -> list[StoreFile]:
     """The files of a user's directory, whom this process is or acts as. Raises OSError."""
-    found = list(_files(folder, ""))
+    found = list(_scan_directory(folder, ""))
     for kind, below in (("job", "jobs"), ("tag", "tags")):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found += [
-                msgspec.structs.replace(file, kind=kind) for file in _files(folder / below, below)
+                msgspec.structs.replace(file, kind=kind)
+                for file in _scan_directory(folder / below, below)
             ]
     return found
 
 
-def _files(folder: Path, below: str) -> Iterator[StoreFile]:
+def _scan_directory(folder: Path, below: str) -> Iterator[StoreFile]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     with open_descriptor(folder, flags) as handle, os.scandir(handle) as entries:
         for entry in islice(entries, MOST):
@@ -175,24 +176,24 @@ def _files(folder: Path, below: str) -> Iterator[StoreFile]:
                     )
 
 
-def claim(
+def claim_collection(
     folder: Path, sight: CollectionSighting | None, now: float
 ) -> tuple[str, StoreCollection | None]:
-    """As `store_age.begin_collection`: what is there is looked at once it is this node's turn."""
+    """As `store_age.begin_collection_if_due`; the store is scanned once it is this node's turn."""
 
     def times() -> Iterator[tuple[str, int]]:
-        return ((file.path, file.mtime_ns) for file in look(folder))
+        return ((file.path, file.mtime_ns) for file in list_files(folder))
 
-    return store_age.begin_collection(folder, sight, times, now)
+    return store_age.begin_collection_if_due(folder, sight, times, now)
 
 
-def collect(
+def collect_garbage(
     folder: Path, keep: float, most: int | None, collection: StoreCollection, dry_run: bool
 ) -> CollectionResult:
     """Carries the plan out, as the directory's owner. Raises OSError where it cannot be read."""
     # The server first: what is touched after its answer is younger than nothing.
     server = store_age.find_server_time(folder)
-    planned = plan(with_ages(look(folder), collection, server), keep, most)
+    planned = plan_collection(add_ages(list_files(folder), collection, server), keep, most)
     if dry_run:
         names = tuple(image.name for image in planned.images)
         size = sum(image.size for image in planned.images)
@@ -200,7 +201,7 @@ def collect(
     gone, size, files, problem = [], 0, 0, ""
     for image in planned.images:
         try:
-            if _delete(folder, image):
+            if _delete_unless_used(folder, image):
                 gone.append(image.name)
                 size += image.size
         except OSError as error:
@@ -214,11 +215,11 @@ def collect(
     return CollectionResult(images=tuple(gone), bytes=size, files=files, problem=problem)
 
 
-def _delete(folder: Path, image: StoredImage) -> bool:
+def _delete_unless_used(folder: Path, image: StoredImage) -> bool:
     """Deletes an image, unless a job has found it since the plan was made."""
     record = folder / f"{image.name}.json"
     # Any other time is a use: one by a node whose clock is behind has an earlier one.
-    with contextlib.suppress(FileNotFoundError), own(record) as fd:
+    with contextlib.suppress(FileNotFoundError), open_own_file(record) as fd:
         if os.fstat(fd).st_mtime_ns != image.noted_ns:
             return False
     (folder / f"{image.name}.sqsh").unlink(missing_ok=True)
@@ -227,6 +228,6 @@ def _delete(folder: Path, image: StoredImage) -> bool:
     return True
 
 
-def record(folder: Path, name: str) -> ImageRecord | None:
+def find_record(folder: Path, name: str) -> ImageRecord | None:
     """What is noted of an image."""
-    return load(folder / f"{name}.json", ImageRecord)
+    return find_own_record(folder / f"{name}.json", ImageRecord)

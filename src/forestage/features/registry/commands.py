@@ -20,7 +20,7 @@ def import_reference(world: "CommandContext", reference: str) -> str:
     """
     from forestage.features.registry import store_by_hand as work
 
-    return work.bring(_config(world), reference, os.environ, _host(), _say)
+    return work.import_into_store(_config(world), reference, os.environ, _host(), _say)
 
 
 def _config(world: "CommandContext") -> "Config":
@@ -57,9 +57,9 @@ def get(world: "CommandContext", uri: str) -> None:
     from forestage.features.registry import store_by_hand as work
 
     try:
-        click.echo(work.get(_config(world), uri, os.environ, _host(), _say))
+        click.echo(work.obtain_for_step(_config(world), uri, os.environ, _host(), _say))
     except Declined as error:
-        if error.reason not in work.TRIED:
+        if error.reason not in work.ENROOT_FAILED_REASONS:
             raise
         _say(str(error))
         raise click.exceptions.Exit(ExitStatus.TRIED) from None
@@ -88,8 +88,8 @@ def list_store(world: "CommandContext", as_json: bool) -> None:
     from forestage.features.registry import store_by_hand as work
 
     store = _config(world).registry.store
-    rows = work.gather(Path(store)) if store else []
-    print_result(rows, work.listing(rows, world.clock.wall()), as_json)
+    rows = work.list_stored_images(Path(store)) if store else []
+    print_result(rows, work.format_listing(rows, world.clock.wall()), as_json)
 
 
 @registry.command()
@@ -103,8 +103,8 @@ def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
     """
     from forestage.features.registry import store_by_hand as work
 
-    done = work.clean(_config(ctx.obj), dry_run)
-    print_result(done, work.pieces(done, dry_run), as_json)
+    done = work.collect_store(_config(ctx.obj), dry_run)
+    print_result(done, work.format_results(done, dry_run), as_json)
     if any(one.problem for one in done):
         ctx.exit(ExitStatus.FAILED)
 

@@ -24,7 +24,7 @@ _WORD = re.compile(r'"((?:[^"\\]|\\.)*)"|(\S+)')
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _SHELL_FIELD = 5  # counted from 0: machine HOST login USER password $…
 
-Evaluate = Callable[[str], str]
+ShellEvaluator = Callable[[str], str]
 """Has a shell echo the words of a password; returns what it wrote."""
 
 
@@ -41,17 +41,17 @@ class RegistryLogin(msgspec.Struct, frozen=True):
         return f"Basic {base64.b64encode(pair).decode()}"
 
 
-def text(path: str) -> str:
+def read_text_or_empty(path: str) -> str:
     """Returns what the file says; "" where it cannot be read, is a FIFO, or is too long."""
     try:
         with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as handle:
-            found = b"".join(_pieces(handle))
+            found = b"".join(_read_pieces(handle))
     except (OSError, ValueError):
         return ""
     return "" if len(found) > LONGEST else found.decode(errors="surrogateescape")
 
 
-def _pieces(handle: int) -> Iterator[bytes]:
+def _read_pieces(handle: int) -> Iterator[bytes]:
     """An open file's content, one byte more than LONGEST at most."""
     left = LONGEST + 1
     while left and (piece := os.read(handle, left)):
@@ -59,37 +59,37 @@ def _pieces(handle: int) -> Iterator[bytes]:
         yield piece
 
 
-def user_for(text: str, registry: str) -> str:
+def infer_user(text: str, registry: str) -> str:
     """Returns the user whom enroot infers for a registry: of the first line that names both."""
-    wanted = ["machine", _host(registry), "login"]
+    wanted = ["machine", _strip_port(registry), "login"]
     lines = map(str.split, text.split("\n"))
     return next((words[3] for words in lines if len(words) > 3 and words[:3] == wanted), "")
 
 
-def knows(text: str, registry: str, user: str) -> bool:
+def has_entry(text: str, registry: str, user: str) -> bool:
     """Whether enroot would use this file: a line names the registry, without its port, and user."""
-    wanted = ["machine", _host(registry), "login", user]
+    wanted = ["machine", _strip_port(registry), "login", user]
     return any(
         line.startswith("machine") and line.split()[:4] == wanted and len(line.split()) > 4
         for line in text.split("\n")
     )
 
 
-def login(text: str, host: str, user: str, evaluate: Evaluate) -> RegistryLogin | None:
+def find_login(text: str, host: str, user: str, evaluate: ShellEvaluator) -> RegistryLogin | None:
     """Returns what the file has for this user at this host, without a port; None if nothing."""
-    for machine, found in _entries(_evaluate(text, host, user, evaluate)):
+    for machine, found in _parse_entries(_evaluate_passwords(text, host, user, evaluate)):
         is_theirs = machine and machine.lower() == host.lower() and found.user == user
         if is_theirs and found.password:
             return found
     return None
 
 
-def _host(registry: str) -> str:
+def _strip_port(registry: str) -> str:
     """A registry's name without its port, as in enroot's ${registry%:*}."""
     return registry.rpartition(":")[0] or registry
 
 
-def _evaluate(text: str, host: str, user: str, evaluate: Evaluate) -> str:
+def _evaluate_passwords(text: str, host: str, user: str, evaluate: ShellEvaluator) -> str:
     """The file with this user's passwords at this host evaluated, without all others in shell."""
     lines = []
     for line in text.split("\n"):
@@ -102,10 +102,10 @@ def _evaluate(text: str, host: str, user: str, evaluate: Evaluate) -> str:
     return "\n".join(lines)
 
 
-def _entries(text: str) -> Iterator[tuple[str, RegistryLogin]]:
+def _parse_entries(text: str) -> Iterator[tuple[str, RegistryLogin]]:
     """The entries as curl reads them: words, quoted words, comments, macros up to an empty line."""
     machine, values = "", {"login": "", "password": ""}
-    words = iter(_words(text))
+    words = iter(_split_words(text))
     for word in words:
         if word in ("machine", "default"):
             yield machine, RegistryLogin(values["login"], values["password"])
@@ -116,7 +116,7 @@ def _entries(text: str) -> Iterator[tuple[str, RegistryLogin]]:
     yield machine, RegistryLogin(values["login"], values["password"])
 
 
-def _words(text: str) -> Iterator[str]:
+def _split_words(text: str) -> Iterator[str]:
     in_macro = False
     for line in text.split("\n"):
         in_macro = in_macro and bool(line.strip())

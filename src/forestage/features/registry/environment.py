@@ -16,7 +16,7 @@ from forestage.features.registry.reference import TAG_DIGEST
 from forestage.slurm import enroot
 from forestage.system import run
 from forestage.system.tree import RootedTree
-from forestage.units import printable
+from forestage.units import make_printable
 
 MAX_BYTES = 4 << 20  # of an environment; the kernel takes 6 MiB at most of a program's stack
 MAX_ENTRIES = 16384
@@ -86,7 +86,7 @@ class EnrootSettings(msgspec.Struct, frozen=True):
         return self.enroot_version >= TAG_DIGEST
 
 
-def read(block: bytes) -> dict[str, str]:
+def parse_environment(block: bytes) -> dict[str, str]:
     """Reads a job's environment, entries that end with NUL, without what pyxis keeps from enroot.
 
     Of a name that comes twice the last counts, as with putenv(3). Raises Declined if it is larger
@@ -104,37 +104,43 @@ def read(block: bytes) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in denied}
 
 
-def settings(environ: Mapping[str, str], stop: Deadline, conf: str = "") -> EnrootSettings:
-    """Returns what enroot and curl are to be called with, for a user whose environment `read` gave.
+def read_enroot_settings(
+    environ: Mapping[str, str], stop: Deadline, conf: str = ""
+) -> EnrootSettings:
+    """Return what enroot and curl are to be called with, for a user with this environment.
+
+    `environ` is what `parse_environment` gave.
 
     `conf` is enroot's configuration, "" for that of the `enroot` which is installed.
     Raises Declined: `enroot` where its configuration cannot be evaluated, or it does not say its
     release; Failed where it is not installed.
     """
-    variables = _evaluate(environ, stop, conf or enroot.read_enroot_setup(RootedTree()).conf)
+    variables = _evaluate_enroot_conf(
+        environ, stop, conf or enroot.read_enroot_setup(RootedTree()).conf
+    )
     return EnrootSettings(
         variables,
-        f"{folder(variables, 'CONFIG')}/.credentials",
+        f"{enroot_folder(variables, 'CONFIG')}/.credentials",
         enroot.is_true_setting(variables.get("ENROOT_ALLOW_HTTP", "")),
         variables.get("ENROOT_SQUASH_OPTIONS") or SQUASH_OPTIONS,
         os.uname().machine,
-        _version(variables, stop),
+        _read_enroot_version(variables, stop),
     )
 
 
-def folder(variables: Mapping[str, str], kind: Literal["CACHE", "CONFIG", "DATA"]) -> str:
+def enroot_folder(variables: Mapping[str, str], kind: Literal["CACHE", "CONFIG", "DATA"]) -> str:
     """Pure: where enroot keeps what is of this kind (config::export in enroot.in)."""
     default = {"CACHE": ".cache", "CONFIG": ".config", "DATA": ".local/share"}[kind]
     above = variables.get(f"XDG_{kind}_HOME") or f"{variables.get('HOME', '')}/{default}"
     return variables.get(f"ENROOT_{kind}_PATH") or f"{above}/enroot"
 
 
-def temporary(variables: Mapping[str, str]) -> str:
+def temporary_folder(variables: Mapping[str, str]) -> str:
     """Pure: where enroot makes its temporary files (config::export in enroot.in)."""
     return variables.get("ENROOT_TEMP_PATH") or variables.get("TMPDIR") or "/tmp"  # noqa: S108
 
 
-def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
+def _evaluate_enroot_conf(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
     """The environment with what enroot's configuration adds to it."""
     argv = ("bash", "--norc", "-c", _LOAD)
     ran = run.run_as_current_user(argv, environ, stop.left(), MAX_BYTES, os.fsencode(conf))
@@ -147,15 +153,15 @@ def _evaluate(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str
     return {name: value for name, equals, value in entries if equals}
 
 
-def _version(variables: Mapping[str, str], stop: Deadline) -> tuple[int, int, int]:
+def _read_enroot_version(variables: Mapping[str, str], stop: Deadline) -> tuple[int, int, int]:
     ran = run.run_as_current_user(("enroot", "version"), variables, stop.left(), 1 << 16)
     if ran.code:
         last = ran.err.decode(errors="replace").strip().rpartition("\n")[2]
-        raise Declined("enroot", f"`enroot version` failed: {printable(last)}")
-    return release(ran.out.decode(errors="replace"))
+        raise Declined("enroot", f"`enroot version` failed: {make_printable(last)}")
+    return parse_release(ran.out.decode(errors="replace"))
 
 
-def release(said: str) -> tuple[int, int, int]:
+def parse_release(said: str) -> tuple[int, int, int]:
     """Pure: the release that `enroot version` says; (0, 0, 0) if it is unknown."""
     match = _VERSION.search(said)
     major, minor, patch = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)

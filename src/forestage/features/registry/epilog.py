@@ -20,4 +20,4 @@ def before_lease_drop(end: EpilogFacts) -> None:
     from forestage.features.registry import step_files
 
     with contextlib.suppress(OSError):  # what stays is for the sweep
-        step_files.forget_job(end.places, end.job.id)
+        step_files.delete_job_files(end.places, end.job.id)

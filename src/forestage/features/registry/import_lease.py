@@ -23,13 +23,13 @@ import msgspec
 
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
-from forestage.features.registry.store import FILE, ImageStore, told
-from forestage.features.registry.store_files import create, load, own
+from forestage.features.registry.store import FILE, ImageStore, convert_store_errors
+from forestage.features.registry.store_files import find_own_record, open_own_file, try_create_file
 from forestage.system import processes, records
 from forestage.system.files import open_descriptor
 
-BEAT = 10.0  # seconds between heartbeats
-DEAD = 60.0  # seconds without one
+HEARTBEAT_INTERVAL = 10.0  # seconds between heartbeats
+DEAD_AFTER = 60.0  # seconds without one
 
 
 class ImportLeaseRecord(msgspec.Struct, frozen=True):
@@ -57,14 +57,14 @@ class _NewestLease(msgspec.Struct, frozen=True):
     beat: int  # ns
 
 
-def of_this_process(host: str) -> ImportLeaseRecord:
+def make_lease_record(host: str) -> ImportLeaseRecord:
     """A lease for this process, by the numbers of /proc: a worker that is apart has others."""
     pid = int(os.readlink("/proc/self"))
     pids = f"proc:{os.stat('/proc').st_dev}"  # noqa: PTH116
-    return ImportLeaseRecord(os.urandom(8).hex(), host, boot_id(), pids, pid, _start(pid))
+    return ImportLeaseRecord(os.urandom(8).hex(), host, boot_id(), pids, pid, _find_start_time(pid))
 
 
-def _start(pid: int) -> str:
+def _find_start_time(pid: int) -> str:
     """When a process started, as /proc says it; "" for one that is gone."""
     try:
         found = processes.read_stat(Path(f"/proc/{pid}"))
@@ -86,7 +86,7 @@ class ImportLease:
 
     def take(self) -> bool:
         """Whether this worker imports from now on. Else `holder` does, and it asks again later."""
-        with told(self.store.folder):
+        with convert_store_errors(self.store.folder):
             newest = self._newest()
             if newest is not None and not self._is_dead(newest):
                 self.holder = newest.lease
@@ -95,24 +95,24 @@ class ImportLease:
                 self._want()
                 return False
             number = newest.generation + 1 if newest else 1
-            if create(self._path(number), msgspec.json.encode(self.me)):
+            if try_create_file(self._path(number), msgspec.json.encode(self.me)):
                 self._generation, self._beaten = number, self.clock.monotonic()
         return self._generation > 0
 
     def beat(self) -> bool:
         """Says that the import goes on; False where somebody else does it now, or may do it."""
-        if self.clock.monotonic() - self._beaten < BEAT:
+        if self.clock.monotonic() - self._beaten < HEARTBEAT_INTERVAL:
             return True
         self._beaten = self.clock.monotonic()
         return self.is_ours()
 
     def is_ours(self) -> bool:
         """Whether this worker's lease is there and the newest; if so, that is a heartbeat."""
-        with told(self.store.folder):
+        with convert_store_errors(self.store.folder):
             newest = self._newest()
             if newest is None or newest.lease is None or newest.lease.token != self.me.token:
                 return False
-            with own(self._path(self._generation)) as fd:
+            with open_own_file(self._path(self._generation)) as fd:
                 os.utime(fd)
         return True
 
@@ -126,14 +126,14 @@ class ImportLease:
             for number in sorted(self._generations()):
                 if number < self._generation:
                     self._path(number).unlink(missing_ok=True)
-            lease = load(self._path(self._generation), ImportLeaseRecord)
+            lease = find_own_record(self._path(self._generation), ImportLeaseRecord)
             if lease is not None and lease.token == self.me.token:
                 self._path(self._generation).unlink(missing_ok=True)
         self._generation = 0
 
     def failure(self) -> ImportFailure | None:
         """How an import ended that this worker had waited for."""
-        found = load(self.store.folder / f"{self.name}.failed", ImportFailure)
+        found = find_own_record(self.store.folder / f"{self.name}.failed", ImportFailure)
         return found if found is not None and found.token in self.waited else None
 
     def _path(self, generation: int) -> Path:
@@ -153,23 +153,23 @@ class ImportLease:
         path = self._path(max(numbers))
         beat = 0
         # It went meanwhile, or is nothing of ours: then DEAD counts.
-        with contextlib.suppress(OSError), own(path) as fd:
+        with contextlib.suppress(OSError), open_own_file(path) as fd:
             beat = os.fstat(fd).st_mtime_ns
-        return _NewestLease(max(numbers), load(path, ImportLeaseRecord), beat)
+        return _NewestLease(max(numbers), find_own_record(path, ImportLeaseRecord), beat)
 
     def _is_dead(self, newest: _NewestLease) -> bool:
         lease, now = newest.lease, self.clock.monotonic()
         seen = (newest.generation, lease.token if lease else "", newest.beat)
         if seen != self._seen:
             self._seen, self._moved = seen, now
-        if now - self._moved >= DEAD:
+        if now - self._moved >= DEAD_AFTER:
             return True
         if lease is None or (lease.boot, lease.pids) != (self.me.boot, self.me.pids):
             return False
-        return _start(lease.pid) != lease.start
+        return _find_start_time(lease.pid) != lease.start
 
     def _want(self) -> None:
-        if self.clock.monotonic() - self._beaten < BEAT:
+        if self.clock.monotonic() - self._beaten < HEARTBEAT_INTERVAL:
             return
         self._beaten = self.clock.monotonic()
         path = self.store.folder / f"{self.name}.wanted"

@@ -20,8 +20,8 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.features.registry import environment
 from forestage.features.registry.environment import EnrootSettings
-from forestage.features.registry.messages import short
-from forestage.features.registry.store import full
+from forestage.features.registry.messages import shorten_text
+from forestage.features.registry.store import make_full_error
 from forestage.system import apart, child, mksquashfs, run
 from forestage.units import format_duration, format_size, is_number
 
@@ -68,13 +68,15 @@ class EnrootImport:
         self._since, self._wall = clock.monotonic(), clock.wall()
         self._folders = ImportFolders(
             os.fspath(part.parent),
-            environment.temporary(settings.variables),
-            environment.folder(settings.variables, "CACHE"),
+            environment.temporary_folder(settings.variables),
+            environment.enroot_folder(settings.variables, "CACHE"),
         )
         memory = child.find_own_memory_limit()
-        if memory is not None and not mksquashfs.has_memory_option(_version(settings)):
+        if memory is not None and not mksquashfs.has_memory_option(
+            _read_mksquashfs_version(settings)
+        ):
             memory = None
-        self._variables = variables(settings, memory)
+        self._variables = make_enroot_environment(settings, memory)
         self._temp = _make_folder(self._variables)
         if self._temp:
             self._variables["ENROOT_TEMP_PATH"] = self._temp
@@ -106,7 +108,7 @@ class EnrootImport:
             run.kill_session(os.getpid(), os.getpid(), grace, is_signalled)
         self._program.wait(1.0)
         if self._temp:
-            _delete(self._temp, self._variables, end)
+            _delete_folder(self._temp, self._variables, end)
 
     def _end_others(self, grace: float, is_signalled: bool) -> None:
         """Ends all in the PID namespace but this process and the init."""
@@ -128,13 +130,13 @@ class EnrootImport:
         self._read()
         if not self._program.code:
             return
-        raise failure(self._program.code, self._last, self.stage, self._folders)
+        raise classify_failure(self._program.code, self._last, self.stage, self._folders)
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._program.out, 1 << 16):
                 self._last = (self._last + data)[-LAST:]
-                self.stage = stage_of(data) or self.stage
+                self.stage = find_stage(data) or self.stage
 
     def _size(self) -> str:
         with contextlib.suppress(OSError):
@@ -153,7 +155,7 @@ class EnrootImport:
         return size
 
 
-def bound(max_size: int | None) -> None:
+def limit_process(max_size: int | None) -> None:
     """Has this process and what it starts be nice, and make no file above `max_size` bytes."""
     os.nice(NICE)
     if max_size is not None:
@@ -162,7 +164,7 @@ def bound(max_size: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
-def variables(settings: EnrootSettings, memory: int | None) -> dict[str, str]:
+def make_enroot_environment(settings: EnrootSettings, memory: int | None) -> dict[str, str]:
     """enroot's environment. The image's name says `squash_options`, which do not change here."""
     found = {**settings.variables, "LC_ALL": "C"}
     processors = child.count_own_processors()
@@ -178,7 +180,7 @@ def variables(settings: EnrootSettings, memory: int | None) -> dict[str, str]:
 
 def _make_folder(variables: Mapping[str, str]) -> str:
     """Return a new folder for enroot's temporary files alone; "" if there can be none."""
-    above = environment.temporary(variables)
+    above = environment.temporary_folder(variables)
     path = os.path.join(above, f"enroot.{os.urandom(8).hex()}")  # as enroot's own are named
     try:
         os.mkdir(path, 0o700)  # noqa: PTH102 - a text, as enroot's variables are
@@ -187,7 +189,7 @@ def _make_folder(variables: Mapping[str, str]) -> str:
     return path
 
 
-def _delete(folder: str, variables: Mapping[str, str], end: Deadline) -> None:
+def _delete_folder(folder: str, variables: Mapping[str, str], end: Deadline) -> None:
     """Deletes a folder, with all that is in it, until the deadline. Best effort."""
     with contextlib.suppress(OSError):
         os.rmdir(folder)  # noqa: PTH106
@@ -197,7 +199,7 @@ def _delete(folder: str, variables: Mapping[str, str], end: Deadline) -> None:
             run.run_as_current_user((*argv, folder), variables, end.left(), 1 << 16)
 
 
-def _version(settings: EnrootSettings) -> bytes:
+def _read_mksquashfs_version(settings: EnrootSettings) -> bytes:
     if not run.find_program("mksquashfs"):
         return b""
     return run.run_as_current_user(
@@ -205,7 +207,7 @@ def _version(settings: EnrootSettings) -> bytes:
     ).out
 
 
-def stage_of(said: bytes) -> str:
+def find_stage(said: bytes) -> str:
     """Pure: the last stage that enroot named; "" for none."""
     for line in reversed(said.splitlines()):
         for pattern, words in _STAGES:
@@ -214,19 +216,19 @@ def stage_of(said: bytes) -> str:
     return ""
 
 
-def failure(code: int, said: bytes, stage: str, folders: ImportFolders) -> Declined:
+def classify_failure(code: int, said: bytes, stage: str, folders: ImportFolders) -> Declined:
     """Pure: what an import that failed comes to; `said` is the end of its stderr."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-    last = short(" / ".join(lines[-TOLD:]))
+    last = shorten_text(" / ".join(lines[-TOLD:]))
     if _FULL.search(said):
-        return _no_room(said, stage, folders, last)
+        return _classify_full_disk(said, stage, folders, last)
     if _LARGE.search(said):
         return Declined("too-large", f"enroot makes a file that is larger than allowed: {last}")
     end = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return Declined("import-failed", f"enroot import {end}: {last}")
 
 
-def _no_room(said: bytes, stage: str, folders: ImportFolders, last: str) -> Declined:
+def _classify_full_disk(said: bytes, stage: str, folders: ImportFolders, last: str) -> Declined:
     """Pure: which folder has no room: one that the message names, else what the stage writes to."""
     full_lines = b"\n".join(line for line in said.splitlines() if _FULL.search(line))
     named = [
@@ -238,6 +240,6 @@ def _no_room(said: bytes, stage: str, folders: ImportFolders, last: str) -> Decl
     by_stage = folders.layers if stage.startswith(DOWNLOADS) else by_stage
     folder = max(named, key=len, default=by_stage)  # one may lie below another
     if folder == folders.store:
-        return full(last)
+        return make_full_error(last)
     whose = "temporary files" if folder == folders.temporary else "layers"
     return Declined("enroot-full", f"the disk for enroot's {whose}, {folder}, is full: {last}")

@@ -15,16 +15,18 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from forestage.units import printable
+from forestage.units import make_printable
 
-LONGEST = 4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
+MAX_LINE_BYTES = (
+    4096  # bytes of a line, its end included; a path of PATH_MAX does not fit, and is refused
+)
 LONGEST_TEXT = 900  # characters, of four bytes each: a line with other fields has room for them
 
-Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(sha256:[0-9a-f]{64})?\Z")]
-Path: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]{1,3500}\Z")]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
-Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_-]{0,199}\Z")]
-Reason: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
+DigestText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(sha256:[0-9a-f]{64})?\Z")]
+ImagePath: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]{1,3500}\Z")]
+BoundedText: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+ImageName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z][0-9A-Za-z_-]{0,199}\Z")]
+ReasonWord: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}\Z")]
 
 
 class ImportOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,34 +64,36 @@ class DigestResolved(msgspec.Struct, frozen=True, tag="resolved"):
     `name` is the image's in the store.
     """
 
-    digest: Digest
-    name: Name
+    digest: DigestText
+    name: ImageName
 
 
 class ImageReady(msgspec.Struct, frozen=True, tag="present"):
-    path: Path
+    path: ImagePath
 
 
 class ImportUnderWay(msgspec.Struct, frozen=True, tag="importing"):
     """`here`: this worker does. Nodes of two clusters may have one name."""
 
-    where: Text
+    where: BoundedText
     here: bool = False
 
 
 class ImportProgress(msgspec.Struct, frozen=True, tag="progress"):
-    text: Text
+    text: BoundedText
 
 
 class ImportRefused(msgspec.Struct, frozen=True, tag="refused"):
     """`free`: bytes that a store has which is full."""
 
-    reason: Reason
-    detail: Text
+    reason: ReasonWord
+    detail: BoundedText
     free: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
-Word: TypeAlias = DigestResolved | ImageReady | ImportUnderWay | ImportProgress | ImportRefused
+WorkerMessage: TypeAlias = (
+    DigestResolved | ImageReady | ImportUnderWay | ImportProgress | ImportRefused
+)
 
 
 class WorkerProtocolError(ValueError):
@@ -108,46 +112,46 @@ def decode_order(text: str) -> ImportOrder:
         raise WorkerProtocolError(str(error)) from None
 
 
-def encode(word: Word) -> bytes:
+def encode_message(word: WorkerMessage) -> bytes:
     """The line of a word. Texts are cut and escaped; raises Odd for what cannot be: a long path."""
     try:
-        line = msgspec.json.encode(_harmless(word)) + b"\n"
+        line = msgspec.json.encode(_escape_message(word)) + b"\n"
     except UnicodeError:
         raise WorkerProtocolError("the path is not UTF-8") from None
     # Decoded here too: the other side takes what does not fit for an attack.
-    if len(line) > LONGEST:
+    if len(line) > MAX_LINE_BYTES:
         raise WorkerProtocolError("the line is too long")
-    decode(line)
+    decode_message(line)
     return line
 
 
-def decode(line: bytes) -> Word:
+def decode_message(line: bytes) -> WorkerMessage:
     """The word of a line. Raises WorkerProtocolError."""
-    if len(line) > LONGEST:
+    if len(line) > MAX_LINE_BYTES:
         raise WorkerProtocolError("the line is too long")
     try:
-        word: Word = msgspec.json.decode(line, type=Word)
+        word: WorkerMessage = msgspec.json.decode(line, type=WorkerMessage)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise WorkerProtocolError(printable(str(error))) from None
-    return _harmless(word)
+        raise WorkerProtocolError(make_printable(str(error))) from None
+    return _escape_message(word)
 
 
-def short(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Pure: a text as a line can bear it: printable, cut."""
     # Twice: what is escaped grows.
-    return printable(printable(text)[:LONGEST_TEXT])[:LONGEST_TEXT]
+    return make_printable(make_printable(text)[:LONGEST_TEXT])[:LONGEST_TEXT]
 
 
-def _harmless(word: Word) -> Word:
+def _escape_message(word: WorkerMessage) -> WorkerMessage:
     match word:
         case ImportUnderWay(where, here):
-            return ImportUnderWay(short(where), here)
+            return ImportUnderWay(shorten_text(where), here)
         case ImportProgress(text):
-            return ImportProgress(short(text))
+            return ImportProgress(shorten_text(text))
         case ImportRefused(reason, detail, free):
             from forestage.events.reasons import collect_reasons
 
             # It becomes a label of metrics.
             known = reason if reason in collect_reasons() else "registry-odd"
-            return ImportRefused(known, short(detail), free)
+            return ImportRefused(known, shorten_text(detail), free)
     return word

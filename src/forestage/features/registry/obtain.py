@@ -19,11 +19,11 @@ from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.features.registry import importing, reference, resolve, store, user_notes
 from forestage.features.registry.environment import EnrootSettings
-from forestage.features.registry.import_lease import ImportLease, of_this_process
+from forestage.features.registry.import_lease import ImportLease, make_lease_record
 from forestage.features.registry.importing import EnrootImport
 from forestage.features.registry.messages import ImportOrder, ImportProgress, ImportUnderWay
 from forestage.features.registry.reference import ImageReference
-from forestage.features.registry.store import ImageRecord, ImageStore, told
+from forestage.features.registry.store import ImageRecord, ImageStore, convert_store_errors
 from forestage.features.registry.worker_pipe import ParentPipe
 from forestage.system import records
 from forestage.units import format_duration, format_size
@@ -33,9 +33,9 @@ POLL = 0.2  # seconds between looks at a running import
 WATCH = 1.0  # seconds between looks at another's import
 TELL = 30.0  # seconds between two lines for the user
 
-ROOMY = 16 << 30  # bytes free in the store from which on no registry is asked for sizes
+ENOUGH_FREE_BYTES = 16 << 30  # bytes free in the store from which on no registry is asked for sizes
 
-FOR_ALL = ("import-failed", "too-large", "registry-moved", "store-full")
+SHARED_FAILURE_REASONS = ("import-failed", "too-large", "registry-moved", "store-full")
 """Why an import failed that would fail for whoever waited for it as well."""
 
 
@@ -63,7 +63,9 @@ class ImportTask(msgspec.Struct, frozen=True):
         """The name of the image; one without a digest is of this job alone."""
         settings = self.settings
         if digest:
-            return reference.name(self.reference, digest, settings.arch, settings.squash_options)
+            return reference.make_image_name(
+                self.reference, digest, settings.arch, settings.squash_options
+            )
         parts = (*self.jobs[:1], self.reference.text, settings.arch, settings.squash_options)
         return f"job-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}"
 
@@ -77,7 +79,7 @@ class ImageImport:
         self.task, self.digest, self.store = task, digest, where
         self.asker, self.clock = asker, clock
         self.name = task.name(digest)
-        self.flight = ImportLease(where, self.name, of_this_process(task.order.host), clock)
+        self.flight = ImportLease(where, self.name, make_lease_record(task.order.host), clock)
         self._spoke = clock.monotonic()
 
     def obtain(self) -> Path:
@@ -128,7 +130,7 @@ class ImageImport:
                 found = self._publish(part)
         except Declined as error:
             self.store.discard(part)  # or a store that is full has no room for the word of it
-            if error.reason in FOR_ALL:
+            if error.reason in SHARED_FAILURE_REASONS:
                 self.flight.end(error.reason, str(error))
             raise
         finally:
@@ -142,12 +144,12 @@ class ImageImport:
         A registry that gave no digest is not asked for sizes.
         """
         free = self.store.free
-        if free >= ROOMY or not self.digest:
+        if free >= ENOUGH_FREE_BYTES or not self.digest:
             return
         task, stop = self.task, Deadline.after(AGAIN, self.clock)
-        layers = resolve.layers(task.reference, task.settings, self.digest, stop)
+        layers = resolve.sum_layer_bytes(task.reference, task.settings, self.digest, stop)
         if layers > free:
-            raise store.full(
+            raise store.make_full_error(
                 f"its layers have {format_size(layers)}, and {format_size(free)} are free"
             )
 
@@ -160,7 +162,7 @@ class ImageImport:
     def _run(self, part: Path) -> None:
         """Runs enroot to its end. Raises Declined, ParentGone, ImportSuperseded."""
         task = self.task
-        importing.bound(task.order.max_size)
+        importing.limit_process(task.order.max_size)
         # Without a digest by the tag, as an enroot of old does.
         enroot = task.settings.enroot_version if self.digest else (0, 0, 0)
         uri = task.reference.uri(self.digest, enroot)
@@ -192,7 +194,7 @@ class ImageImport:
             thread.join(POLL)
             self._go_on()
             self._tell("the image is written to the store")
-        with told(self.store.folder):
+        with convert_store_errors(self.store.folder):
             for error in failed:  # the kernel says it once, to whoever asks first
                 raise error
 
@@ -209,7 +211,9 @@ class ImageImport:
     def _must_not_have_moved(self) -> None:
         """For an enroot that imported by the tag. Raises Declined."""
         task = self.task
-        now = resolve.digest(task.reference, task.settings, Deadline.after(AGAIN, self.clock))
+        now = resolve.resolve_digest(
+            task.reference, task.settings, Deadline.after(AGAIN, self.clock)
+        )
         if now != self.digest:
             what = f"{task.text} was pushed anew while it was imported"
             raise Declined("registry-moved", what, "enroot 4 and later can import what was meant")

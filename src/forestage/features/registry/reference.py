@@ -15,7 +15,7 @@ import re
 import msgspec
 
 from forestage.errors import Declined
-from forestage.units import quote
+from forestage.units import quote_value
 
 DOCKER_HUB = "registry-1.docker.io"
 LONGEST = 1024  # characters of a reference; Docker allows 255 for a name and 128 for a tag
@@ -90,25 +90,29 @@ def is_digest(text: str) -> bool:
     return bool(_A_DIGEST.fullmatch(text))
 
 
-def parse(text: str) -> ImageReference:
+def parse_reference(text: str) -> ImageReference:
     """Reads a reference as pyxis gets it, with or without docker://.
 
     Raises Declined: `bad-reference`, or `registry` for what comes from a daemon of the node.
     """
     scheme, separator, rest = text.partition("://")
     if separator and scheme in _OTHERS:
-        raise Declined("registry", f"{quote(text)} comes from {_OTHERS[scheme]}, not a registry")
+        raise Declined(
+            "registry", f"{quote_value(text)} comes from {_OTHERS[scheme]}, not a registry"
+        )
     if len(text) > LONGEST:
-        raise Declined("bad-reference", f"{quote(text)} is too long for an image's reference")
+        raise Declined("bad-reference", f"{quote_value(text)} is too long for an image's reference")
     rest = rest if separator and scheme == "docker" else text
     match = next(filter(None, (pattern.fullmatch(rest) for pattern in _PATTERNS)), None)
-    found = _canonical(match.groupdict()) if match else None
-    if found is None or not _is_sound(found):
-        raise Declined("bad-reference", f"{quote(text)} is no reference of an image in a registry")
+    found = _reference_from_match(match.groupdict()) if match else None
+    if found is None or not _is_valid(found):
+        raise Declined(
+            "bad-reference", f"{quote_value(text)} is no reference of an image in a registry"
+        )
     return found
 
 
-def _canonical(parts: dict[str, str | None]) -> ImageReference:
+def _reference_from_match(parts: dict[str, str | None]) -> ImageReference:
     """The reference that the parts of a match mean."""
     registry = parts.get("registry") or parts.get("named") or ""
     repository = parts.get("image") or parts.get("hub") or ""
@@ -123,7 +127,7 @@ def _canonical(parts: dict[str, str | None]) -> ImageReference:
     return ImageReference(parts["user"] or "", registry, repository, "" if digest else tag, digest)
 
 
-def _is_sound(found: ImageReference) -> bool:
+def _is_valid(found: ImageReference) -> bool:
     return bool(
         not found.user.startswith("-")
         and _A_REGISTRY.fullmatch(found.registry)
@@ -132,7 +136,7 @@ def _is_sound(found: ImageReference) -> bool:
     )
 
 
-def name(reference: ImageReference, digest: str, arch: str, options: str) -> str:
+def make_image_name(reference: ImageReference, digest: str, arch: str, options: str) -> str:
     """Returns the name, without a suffix, of the squashfs file that is made of a manifest.
 
     `arch` is the machine's, `options` are those of mksquashfs: with others it is another file.

@@ -31,7 +31,7 @@ from forestage.features.registry.answers import (
 from forestage.features.registry.environment import EnrootSettings
 from forestage.features.registry.reference import ImageReference
 from forestage.system import run
-from forestage.units import printable
+from forestage.units import make_printable
 
 ACCEPT = ", ".join(
     f"application/vnd.{kind}+json"
@@ -64,7 +64,7 @@ class _OriginAuthorization(msgspec.Struct, frozen=True):
     value: str
 
 
-def digest(reference: ImageReference, settings: EnrootSettings, deadline: Deadline) -> str:
+def resolve_digest(reference: ImageReference, settings: EnrootSettings, deadline: Deadline) -> str:
     """Returns "sha256:…", the manifest or index that a reference means now.
 
     One that has a digest costs no request. Raises RegistryDeclined; Failed without curl.
@@ -78,7 +78,7 @@ def digest(reference: ImageReference, settings: EnrootSettings, deadline: Deadli
         raise asking.refused("registry-odd", f"answers nonsense: {error}") from None
 
 
-def layers(
+def sum_layer_bytes(
     reference: ImageReference, settings: EnrootSettings, meant: str, deadline: Deadline
 ) -> int:
     """Returns how many bytes an image's layers have, packed as they are; 0 where nobody says it.
@@ -142,7 +142,10 @@ class _RegistryClient:
         return sum(max(0, one.size) for one in found.layers)
 
     def _manifest(self, method: str, tag: str) -> tuple[str, RegistryReply]:
-        """How a manifest was asked for in the end, and what came. Raises as `digest` does."""
+        """How a manifest was asked for in the end, and what came.
+
+        Raises as `resolve_digest` does.
+        """
         reference, scheme = self._reference, "http" if self._settings.allow_http else "https"
         url = f"{scheme}://{reference.registry}/v2/{reference.repository}/manifests/{tag}"
         proof = None
@@ -150,7 +153,7 @@ class _RegistryClient:
             answer, asked = self._send(method, url, proof, MANIFEST)
             if answer.status == 401 and proof is None:
                 proof = self._prove(answer, asked)
-            elif method == "HEAD" and _is_for_get(answer):
+            elif method == "HEAD" and _needs_get_request(answer):
                 method = "GET"
             elif answer.status == 200:
                 return method, answer
@@ -159,7 +162,7 @@ class _RegistryClient:
 
     def refused(self, reason: str, what: str) -> RegistryDeclined:
         """The error that names the registry, or the server to which it has sent us."""
-        line = printable(f"{self._server or self._reference.registry} {what}")
+        line = make_printable(f"{self._server or self._reference.registry} {what}")
         return RegistryDeclined(reason, line)
 
     def _error_for(self, answer: RegistryReply) -> RegistryDeclined:
@@ -194,7 +197,7 @@ class _RegistryClient:
 
     def _prove(self, answer: RegistryReply, asked: UrlOrigin) -> _OriginAuthorization:
         """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
-        challenge = answers.challenge(answer)
+        challenge = answers.find_challenge(answer)
         if challenge is None:
             raise self._error_for(answer)
         if challenge.scheme == "basic":
@@ -205,7 +208,7 @@ class _RegistryClient:
         return _OriginAuthorization(asked, f"Bearer {self._token(challenge)}")
 
     def _token(self, challenge: AuthChallenge) -> str:
-        url = answers.token_url(challenge)
+        url = answers.make_token_url(challenge)
         realm = self._must_be_allowed(url)
         login = self._login(realm.host)
         self._server = realm.host
@@ -213,17 +216,20 @@ class _RegistryClient:
         answer, _ = self._send("GET", url, proof, TOKENS)
         if answer.status != 200:
             raise self._error_for(answer)
-        token = answers.token(answer.body)
+        token = answers.parse_token(answer.body)
         self._server = ""
         return token
 
     def _login(self, host: str) -> credentials.RegistryLogin | None:
         """The user's password for a host; only if enroot would look for one in .credentials."""
-        text, registry = credentials.text(self._settings.credentials), self._reference.registry
-        user = self._reference.user or credentials.user_for(text, registry)
-        if not user or not credentials.knows(text, registry, user):
+        text, registry = (
+            credentials.read_text_or_empty(self._settings.credentials),
+            self._reference.registry,
+        )
+        user = self._reference.user or credentials.infer_user(text, registry)
+        if not user or not credentials.has_entry(text, registry, user):
             return None
-        login = credentials.login(text, host, user, self._echo)
+        login = credentials.find_login(text, host, user, self._echo)
         self._known = self._known or login is not None
         return login
 
@@ -250,7 +256,7 @@ class _RegistryClient:
     def _pause(self, answer: RegistryReply) -> None:
         """Waits as an answer 429 wants it. Raises RegistryDeclined where that is too long."""
         clock = self._deadline.clock
-        wanted = answers.retry_after(answer, clock.wall())
+        wanted = answers.parse_retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)
         if seconds > self._patience or seconds >= self._deadline.left():
             raise self.refused("registry-busy", "gets too many requests (429); try again later")
@@ -267,7 +273,7 @@ class _RegistryClient:
             if proof and proof.origin == asked:
                 headers.append(f"Authorization: {proof.value}")
             answer = self._ask(method, url, headers, most)
-            there = answers.location(answer, url)
+            there = answers.find_redirect(answer, url)
             if not there:
                 return answer, asked
             url = there
@@ -275,7 +281,7 @@ class _RegistryClient:
 
     def _must_be_allowed(self, url: str) -> UrlOrigin:
         """Whom a URL speaks to. Raises ValueError for http, unless the user's enroot allows it."""
-        origin = answers.origin(url)
+        origin = answers.parse_origin(url)
         if origin.scheme != "https" and not self._settings.allow_http:
             raise ValueError(
                 f"a URL of http ({origin.host}), which ENROOT_ALLOW_HTTP does not allow"
@@ -287,7 +293,7 @@ class _RegistryClient:
         left = self._deadline.left()
         if not left:
             raise self.refused("registry-silent", "did not answer in time")
-        given = _config(method, url, headers, self._settings, left)
+        given = _format_curl_config(method, url, headers, self._settings, left)
         variables = self._settings.variables
         ran = run.run_as_current_user(
             ("curl", "--config", "-"), variables, left, HEADERS + most, given
@@ -298,23 +304,23 @@ class _RegistryClient:
             raise self.refused("registry-silent", "did not answer in time")
         if ran.code:
             reason = "registry-odd" if ran.code in _ODD else "registry-silent"
-            raise self.refused(reason, f"does not answer: {_said(ran)}")
-        return answers.parse(ran.out)
+            raise self.refused(reason, f"does not answer: {_curl_message(ran)}")
+        return answers.parse_reply(ran.out)
 
 
-def _is_for_get(answer: RegistryReply) -> bool:
+def _needs_get_request(answer: RegistryReply) -> bool:
     """Pure: whether a HEAD that was answered so says nothing of what a GET would get."""
     silent = answer.status == 200 and not answer.digest
     return silent or answer.status in NO_HEAD or answer.status >= 500
 
 
-def _said(ran: run.ProcessOutput) -> str:
+def _curl_message(ran: run.ProcessOutput) -> str:
     """curl's own message, without what ~/.curlrc has it say besides."""
     lines = ran.err.decode(errors="replace").splitlines()
     return next((line for line in lines if line.startswith("curl: (")), f"curl: exit {ran.code}")
 
 
-def _config(
+def _format_curl_config(
     method: str, url: str, headers: Sequence[str], settings: EnrootSettings, left: float
 ) -> bytes:
     """What curl reads on stdin. The last word on what ~/.curlrc may not change is ours."""
@@ -329,12 +335,12 @@ def _config(
     }
     flags = ["silent", "show-error", "include", "suppress-connect-headers", "globoff"]
     flags += ["no-location", "no-fail", "no-netrc", *(["head"] if method == "HEAD" else [])]
-    lines = [f'{key} = "{_quoted(value)}"' for key, value in values.items()]
-    lines += [f'header = "{_quoted(header)}"' for header in headers]
+    lines = [f'{key} = "{_quote_for_curl(value)}"' for key, value in values.items()]
+    lines += [f'header = "{_quote_for_curl(header)}"' for header in headers]
     return os.fsencode("\n".join([*lines, *flags, ""]))
 
 
-def _quoted(value: str) -> str:
+def _quote_for_curl(value: str) -> str:
     """A value between curl's quotes. Raises ValueError for one that would end its line."""
     if not value.isprintable():
         raise ValueError("a control character")

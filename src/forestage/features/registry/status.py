@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def read_status(facts: "StatusFacts") -> StatusPart:
     """Return the steps that wait for an image. Raises OSError."""
     found = step_files.list_imports(facts.node.places)
-    return StatusPart({"imports": found}, after="starts", tables=table(found, facts.now))
+    return StatusPart({"imports": found}, after="starts", tables=format_imports(found, facts.now))
 
 
-def table(found: Sequence[StepImport], now: float) -> tuple[OutputBlock, ...]:
+def format_imports(found: Sequence[StepImport], now: float) -> tuple[OutputBlock, ...]:
     """Return what is printed of them. Pure."""
     if not found:
         return ()

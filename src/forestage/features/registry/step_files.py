@@ -33,7 +33,7 @@ class StepPlaceholder(msgspec.Struct, frozen=True):
     facts: tuple[int, int, int, int]
 
 
-def make_mount_point(places: NodePaths, job: int, step: int | None, size: int) -> StepPlaceholder:
+def make_placeholder(places: NodePaths, job: int, step: int | None, size: int) -> StepPlaceholder:
     """Makes it anew. Raises OSError.
 
     It has the copy's size in bytes, of which it takes nothing: a file that is read through must
@@ -50,7 +50,7 @@ def make_mount_point(places: NodePaths, job: int, step: int | None, size: int) -
     return StepPlaceholder(os.fspath(path), facts)
 
 
-def forget_job(places: NodePaths, job: int) -> None:
+def delete_job_files(places: NodePaths, job: int) -> None:
     """Deletes all that is there of a job. Raises OSError."""
     folders.ensure_directory_with_mode(places.images, folders.PASSABLE)
     for path in places.images.glob(f"{job}.*"):
@@ -88,13 +88,13 @@ class StepImport(msgspec.Struct, frozen=True):
     said: str = ""
 
 
-def note_import(places: NodePaths, one: StepImport) -> None:
+def record_import(places: NodePaths, one: StepImport) -> None:
     """Best effort: nobody's start depends on it."""
     with contextlib.suppress(OSError):
         records.write(_import_path(places, one), msgspec.json.encode(one))
 
 
-def forget_import(places: NodePaths, one: StepImport) -> None:
+def delete_import_record(places: NodePaths, one: StepImport) -> None:
     with contextlib.suppress(OSError):
         _import_path(places, one).unlink(missing_ok=True)
 

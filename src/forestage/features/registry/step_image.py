@@ -31,11 +31,11 @@ from forestage.features.registry.messages import (
     ImportProgress,
     ImportRefused,
     ImportUnderWay,
-    Word,
+    WorkerMessage,
 )
 from forestage.features.registry.step_files import PROCESS_NAME, StepImport
 from forestage.features.registry.user_notes import RefusalNote
-from forestage.features.registry.waiting import GONE, WaitingTasks
+from forestage.features.registry.waiting import ALL_TASKS_ENDED, WaitingTasks
 from forestage.features.registry.worker import RegistryWorker
 from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
 from forestage.hooks.answers import RequestResult
@@ -45,11 +45,13 @@ from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, LineFi
 from forestage.system import child, folders, holder, processes, run
 from forestage.system.holder import DaemonSpec, StartChannel, StartReport
 from forestage.system.processes import ProcessIdentity
-from forestage.units import is_number, printable
+from forestage.units import is_number, make_printable
 
-FIRST = 60.0  # seconds beyond the helper's own limit in which the first task must come
-SILENT = 180.0  # seconds without a word from the worker: a file server or a registry hangs
-PATIENCE = 30.0  # seconds for the word of the node that resolves for all
+FIRST_TASK_TIMEOUT = 60.0  # seconds beyond the helper's own limit in which the first task must come
+WORKER_SILENCE_TIMEOUT = (
+    180.0  # seconds without a word from the worker: a file server or a registry hangs
+)
+LEADER_TIMEOUT = 30.0  # seconds for the word of the node that resolves for all
 
 CONTAINER_OPTION = "SPANK__SLURM_SPANK_OPTION_pyxis_container_name"
 
@@ -83,7 +85,9 @@ class RegistryRequest(msgspec.Struct, frozen=True):
         )
 
 
-def begin(node: Node, job: Job, asked: RegistryRequest, report: Report) -> LineFields:
+def start_import_process(
+    node: Node, job: Job, asked: RegistryRequest, report: Report
+) -> LineFields:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
     disk.check_writable(node.places, node.cache)  # the tasks would wait for a process that hangs
     folders.ensure_directory_with_mode(node.places.images, folders.PASSABLE)
@@ -93,14 +97,14 @@ def begin(node: Node, job: Job, asked: RegistryRequest, report: Report) -> LineF
     # The manager waits for this hook: its number is no other's yet.
     manager = processes.find_identity(job.manager) if job.manager else None
     about = f"step job={job.id} step={job.step}"
-    work = partial(_serve, node, job, asked, report, path, manager)
+    work = partial(_serve_step, node, job, asked, report, path, manager)
     # In the step's cgroups: what it starts is to end with the step.
     with holder.start_daemon(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
         channel.await_ready(holder.START, "helper")
     return "later", str(path)
 
 
-def _serve(
+def _serve_step(
     node: Node,
     job: Job,
     asked: RegistryRequest,
@@ -111,47 +115,49 @@ def _serve(
 ) -> None:
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
-    first = FIRST + float(asked.timeout if is_number(asked.timeout) else 0)
+    first = FIRST_TASK_TIMEOUT + float(asked.timeout if is_number(asked.timeout) else 0)
     hook.begin(asked.environment)
     with WaitingTasks(path, first, manager) as tasks:
         hook.send(StartReport("ready"))
         hook.close()
-        answer = _answer(node, job, asked, tasks)
-        line = message(answer.outcome, node.config.user_messages)
+        answer = _import_and_stage(node, job, asked, tasks)
+        line = format_final_line(answer.outcome, node.config.user_messages)
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.JobMessageWriter(node, job, tasks.speak)(line)
-        _note_refusal(node, job, answer.outcome)
+        _record_refusal(node, job, answer.outcome)
         tasks.say("env", RESULT, answers.choose_result_variable(answer.outcome))
-        tasks.say(*_fields(node, job, answer))
+        tasks.say(*_format_reply_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:
-            _give_back(node, job, answer)
+            _release_after_job(node, job, answer)
         while not tasks.have_gone:
             tasks.wait(-1)
             child.reap_ended_children()  # a copy that was started here may have ended
 
 
-def _note_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
+def _record_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
     """Has the step's importer know what the registry has said, before a task goes on."""
     if outcome.reason in user_notes.REFUSALS and job.step is not None:
         said = RefusalNote(outcome.request, outcome.reason, outcome.detail)
-        user_notes.note_refusal(node.places, job.id, job.step, job.user, said)
+        user_notes.record_refusal(node.places, job.id, job.step, job.user, said)
 
 
-def _give_back(node: Node, job: Job, answer: RequestResult) -> None:
+def _release_after_job(node: Node, job: Job, answer: RequestResult) -> None:
     """Gives back what a job that is over got: its Epilog came first, and none comes again."""
     if answer.image:
         leases.release_entry(node, job, answer.image.key)
     with contextlib.suppress(OSError):  # the sweep does it
-        step_files.forget_job(node.places, job.id)
+        step_files.delete_job_files(node.places, job.id)
 
 
-def _answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
+def _import_and_stage(
+    node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks
+) -> RequestResult:
     """What the request comes to; never raises for what a registry, a user or the disk does."""
     start = node.clock.monotonic()
     try:
-        found = _work(node, job, asked, tasks)
-        answer = _stage(node, job, found.path, asked, tasks)
+        found = _import_image(node, job, asked, tasks)
+        answer = _stage_image(node, job, found.path, asked, tasks)
         origin = {"digest": found.digest, "came": found.came}
     except (ForestageError, OSError) as error:
         why = (
@@ -160,14 +166,14 @@ def _answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -
         answer = RequestResult(answers.make_error_outcome(asked.request, why))
         origin = {"came": "enroot"}
     return answer.saying(
-        request=printable(asked.request.path),
+        request=make_printable(asked.request.path),
         wait=round(node.clock.monotonic() - start, 4),
         via=asked.request.via,
         **origin,
     )
 
 
-def message(outcome: RequestOutcome, wanted: UserMessages) -> str:
+def format_final_line(outcome: RequestOutcome, wanted: UserMessages) -> str:
     """Pure: the line that the user reads in the end; "" for none."""
     if outcome.result not in UNSERVED_RESULTS:
         return user_messages.format_message(outcome, wanted) and (
@@ -189,20 +195,22 @@ class ImportResult(msgspec.Struct, frozen=True):
     path: str
 
 
-def _work(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> ImportResult:
+def _import_image(
+    node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks
+) -> ImportResult:
     """Has a worker obtain the image. Raises Declined, Failed."""
     tells = node.config.user_messages != "none" and user_messages.is_first_step_node(job)
     digest = name = ""
     came: ImageArrival = "stored"
-    now, who, reference = node.clock.wall(), job.user.name, printable(asked.request.path)
-    order = order_of(node, job, asked)
+    now, who, reference = node.clock.wall(), job.user.name, make_printable(asked.request.path)
+    order = make_order(node, job, asked)
     shown = StepImport(job.id, job.step or 0, who, reference, now, os.getpid())
     with contextlib.ExitStack() as undo:
-        enter = _entering(job, tasks)
-        undo.enter_context(_leaving(job, tasks))
+        enter = _wait_for_task_cgroups(job, tasks)
+        undo.enter_context(_clean_up_cgroups(job, tasks))
         at_work = undo.enter_context(_start_worker(job, order, asked, enter, tasks))
-        undo.callback(step_files.forget_import, node.places, shown)
-        for word in _words(at_work, tasks):
+        undo.callback(step_files.delete_import_record, node.places, shown)
+        for word in _read_messages(at_work, tasks):
             if isinstance(word, DigestResolved):
                 digest, name = word.digest, word.name
             elif isinstance(word, ImageReady):
@@ -211,19 +219,19 @@ def _work(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> 
                 if word.reason == "store-full" and name:
                     # It holds back the importer, and the user's next steps, from doing this again.
                     # A user can say nothing here of another's images.
-                    user_notes.note_full_store(
-                        node.places, job.user, name, printable(word.detail), word.free, now
+                    user_notes.record_full_store(
+                        node.places, job.user, name, make_printable(word.detail), word.free, now
                     )
-                raise Declined(printable(word.reason), printable(word.detail))
+                raise Declined(make_printable(word.reason), make_printable(word.detail))
             else:
                 if isinstance(word, ImportUnderWay):
                     came = "imported" if word.here else "waited"
-                    shown = msgspec.structs.replace(shown, where=printable(word.where))
+                    shown = msgspec.structs.replace(shown, where=make_printable(word.where))
                 else:
-                    shown = msgspec.structs.replace(shown, said=printable(word.text))
-                step_files.note_import(node.places, shown)
+                    shown = msgspec.structs.replace(shown, said=make_printable(word.text))
+                step_files.record_import(node.places, shown)
                 if tells:
-                    tasks.speak(_progress(asked.request, word))
+                    tasks.speak(_format_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
 
 
@@ -239,15 +247,15 @@ def _start_worker(
     Raises Failed, OSError.
     """
     try:
-        return worker.start(job.user, order, asked.environment, enter)
+        return worker.start_worker(job.user, order, asked.environment, enter)
     except Failed:
         # A task that was killed meanwhile has taken its cgroups along: no fault of the node's.
         if tasks.came and not tasks.are_there:
-            raise Declined("stopped", GONE) from None
+            raise Declined("stopped", ALL_TASKS_ENDED) from None
         raise
 
 
-def _entering(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
+def _wait_for_task_cgroups(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
     """Has the worker go to the cgroups of a task: bounded by what the step may take.
 
     Without v1's freezer: by that one Slurm kills what a step leaves, before enroot has deleted what
@@ -257,13 +265,13 @@ def _entering(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
         return run.stay_in_cgroups
     while child.find_task_cgroups(job.manager) is None:
         if tasks.have_gone:
-            raise Declined("stopped", GONE)
+            raise Declined("stopped", ALL_TASKS_ENDED)
         tasks.wait(-1)
     return partial(child.enter_task_cgroups, job.manager, without="freezer")
 
 
 @contextlib.contextmanager
-def _leaving(job: Job, tasks: WaitingTasks) -> Iterator[None]:
+def _clean_up_cgroups(job: Job, tasks: WaitingTasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
     found = child.find_task_cgroups(job.manager) if job.manager else None
     try:
@@ -275,7 +283,7 @@ def _leaving(job: Job, tasks: WaitingTasks) -> Iterator[None]:
             child.remove_empty_cgroups((one.parent for one in found), kinds)
 
 
-def _progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:
+def _format_progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:
     """Pure."""
     if isinstance(word, ImportProgress):
         return f"{request.path}: {word.text}"
@@ -283,7 +291,7 @@ def _progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:
     return f"{request.path} is being imported{by}"
 
 
-def order_of(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
+def make_order(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
     """Pure: what the worker is to do."""
     config = node.config
     return ImportOrder(
@@ -293,7 +301,7 @@ def order_of(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
         job=str(job.id) if asked.batch else f"{job.id}.{job.step}",
         # Of the step: in a batch job, too, the job's first node may have no part in it.
         leads=user_messages.is_first_step_node(job),
-        patience=PATIENCE,
+        patience=LEADER_TIMEOUT,
         offline=config.registry.offline,
         environ_fd=asked.environment,
         max_size=config.max_image_size,
@@ -303,7 +311,7 @@ def order_of(node: Node, job: Job, asked: RegistryRequest) -> ImportOrder:
     )
 
 
-def _words(at_work: RegistryWorker, tasks: WaitingTasks) -> Iterator[Word]:
+def _read_messages(at_work: RegistryWorker, tasks: WaitingTasks) -> Iterator[WorkerMessage]:
     """What the worker says, until it ends.
 
     Raises Declined once nobody waits for it any more, or where it says nothing for too long.
@@ -317,14 +325,15 @@ def _words(at_work: RegistryWorker, tasks: WaitingTasks) -> Iterator[Word]:
             return
         tasks.wait(at_work.fd)
         if tasks.have_gone:
-            raise Declined("stopped", GONE)
-        if time.monotonic() - heard > SILENT:
+            raise Declined("stopped", ALL_TASKS_ENDED)
+        if time.monotonic() - heard > WORKER_SILENCE_TIMEOUT:
             raise Declined(
-                "source-hangs", f"the store or the registry was silent for {SILENT:.0f} s"
+                "source-hangs",
+                f"the store or the registry was silent for {WORKER_SILENCE_TIMEOUT:.0f} s",
             )
 
 
-def _stage(
+def _stage_image(
     node: Node, job: Job, path: str, asked: RegistryRequest, tasks: WaitingTasks
 ) -> RequestResult:
     """The file, as any other that a user names: only where they may read it."""
@@ -336,13 +345,13 @@ def _stage(
     return answer
 
 
-def _fields(node: Node, job: Job, answer: RequestResult) -> LineFields:
+def _format_reply_fields(node: Node, job: Job, answer: RequestResult) -> LineFields:
     """The line that ends the tasks' wait: the copy shows at a place of the step's own."""
     words = step.format_answer_fields(node, answer)
     if words[0] == "leave":
         return words
     try:
-        found = step_files.make_mount_point(node.places, job.id, job.step, int(words[4]))
+        found = step_files.make_placeholder(node.places, job.id, job.step, int(words[4]))
     except OSError as error:
-        return "leave", printable(str(error))
+        return "leave", make_printable(str(error))
     return (*words[:2], found.path, *map(str, found.facts), words[-1])

@@ -25,17 +25,17 @@ import msgspec
 
 from forestage.cache.image import HEAD, is_squashfs, parse_squashfs_size
 from forestage.clock import Clock, Deadline
-from forestage.errors import FULL, Declined
+from forestage.errors import DISK_FULL_ERRNOS, Declined
 from forestage.features.registry import store_age
 from forestage.features.registry.reference import is_digest
-from forestage.features.registry.store_files import create, load, own
+from forestage.features.registry.store_files import find_own_record, open_own_file, try_create_file
 from forestage.system import mounts, records
 from forestage.system.files import open_descriptor
 from forestage.units import format_size
 
 MODE = 0o700
-OLD = 7 * 86400.0  # seconds since its last use after which a job's record is another job's
-HALF = 5.0  # seconds in which who made a file there has written it
+RECORD_LASTS = 7 * 86400.0  # seconds since its last use after which a job's record is another job's
+WRITE_TIMEOUT = 5.0  # seconds in which who made a file there has written it
 
 FILE = re.compile(
     r"(?P<name>[0-9a-z][0-9A-Za-z_-]{0,199})"
@@ -62,18 +62,18 @@ class ResolvedTag(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def told(place: Path) -> Iterator[None]:
+def convert_store_errors(place: Path) -> Iterator[None]:
     """Has an OSError of the store raise Declined instead: `store-full` or `store-gone`."""
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
-            raise full(f"{place}: {error.strerror}") from None
+        if error.errno in DISK_FULL_ERRNOS:
+            raise make_full_error(f"{place}: {error.strerror}") from None
         what = f"the store of images, {place}, cannot be used: {error.strerror or error}"
         raise Declined("store-gone", what) from None
 
 
-def full(what: str) -> Declined:
+def make_full_error(what: str) -> Declined:
     hint = "`forestage registry ls` shows your images, and `rm` deletes them"
     return Declined("store-full", f"no room for the image: {what}", hint)
 
@@ -93,8 +93,8 @@ class ImageStore:
             raise Declined(
                 "store-gone", "no store of images is configured", "set `registry: store:`"
             )
-        with told(base):
-            _must_be_elsewhere(base, cache)
+        with convert_store_errors(base):
+            _check_other_file_system(base, cache)
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(MODE)
             self._must_be_own()
@@ -117,8 +117,8 @@ class ImageStore:
     def find(self, name: str) -> Path | None:
         """Returns where an image lies, and notes that it is used. Raises Declined."""
         path = self.path(name)
-        with told(self.folder):
-            if _squashfs_size(path) is None:
+        with convert_store_errors(self.folder):
+            if _find_squashfs_size(path) is None:
                 return None
         # Not on a store that is read-only; and an import that was killed has left none.
         with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ class ImageStore:
     @property
     def free(self) -> int:
         """Bytes that this user can still write there, but for quotas. Raises Declined."""
-        with told(self.folder):
+        with convert_store_errors(self.folder):
             disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize
 
@@ -136,8 +136,8 @@ class ImageStore:
         """Makes an imported file an image, by one rename. Raises Declined, and deletes it then."""
         path = self.path(name)
         try:
-            with told(self.folder):
-                size = _must_be_image(part, max_size)
+            with convert_store_errors(self.folder):
+                size = _check_imported_image(part, max_size)
                 part.chmod(0o600)
                 records.sync_file(part)
                 whole = msgspec.structs.replace(record, size=size)
@@ -172,12 +172,12 @@ class ImageStore:
         path = self._job(job, reference)
         meant = ResolvedTag(reference, digest, self.clock.wall())
         with contextlib.suppress(OSError):
-            _make(path.parent)
+            _ensure_directory(path.parent)
             if self._is_old(path):
                 path.unlink()
-            if create(path, msgspec.json.encode(meant)):
+            if try_create_file(path, msgspec.json.encode(meant)):
                 return digest
-        known, end = self._meant(path, reference), Deadline.after(HALF, self.clock)
+        known, end = self._meant(path, reference), Deadline.after(WRITE_TIMEOUT, self.clock)
         while known is None and os.path.lexists(path) and end.left():
             self.clock.sleep(0.02)
             known = self._meant(path, reference)
@@ -191,7 +191,7 @@ class ImageStore:
         """Notes what a tag means, for when its registry does not answer."""
         path = self._tag(reference)
         with contextlib.suppress(OSError):
-            _make(path.parent)
+            _ensure_directory(path.parent)
             meant = ResolvedTag(reference, digest, self.clock.wall())
             records.write(path, msgspec.json.encode(meant))
 
@@ -199,25 +199,28 @@ class ImageStore:
         # The job's number as well: a user reads the names.
         known = re.sub(r"[^0-9A-Za-z.-]", "_", job)[:60].lstrip(".")
         both = "\0".join((job, reference))
-        return self.folder / "jobs" / f"{known}-{_hash(both)}.json"
+        return self.folder / "jobs" / f"{known}-{_hash_text(both)}.json"
 
     def _tag(self, reference: str) -> Path:
-        return self.folder / "tags" / f"{_hash(reference)}.json"
+        return self.folder / "tags" / f"{_hash_text(reference)}.json"
 
     def _is_old(self, path: Path) -> bool:
         with contextlib.suppress(OSError):
             name = os.fspath(path.relative_to(self.folder))
-            return os.path.lexists(path) and store_age.find_age(self.folder, name) > OLD
+            return (
+                os.path.lexists(path)
+                and store_age.compute_unused_seconds(self.folder, name) > RECORD_LASTS
+            )
         return False
 
     def _meant(self, path: Path, reference: str) -> str | None:
-        found = load(path, ResolvedTag)
+        found = find_own_record(path, ResolvedTag)
         if found is None or found.reference != reference:
             return None
         return found.digest if not found.digest or is_digest(found.digest) else None
 
 
-def _must_be_elsewhere(base: Path, cache: str) -> None:
+def _check_other_file_system(base: Path, cache: str) -> None:
     """Raises Declined where both lie on one file system; OSError."""
     with open_descriptor(base, os.O_PATH | os.O_DIRECTORY) as fd:
         here = mounts.find_mount_of_descriptor(fd)
@@ -229,7 +232,7 @@ def _must_be_elsewhere(base: Path, cache: str) -> None:
         raise Declined("store-local", what, "the admin can move it to a shared file system")
 
 
-def _make(folder: Path) -> None:
+def _ensure_directory(folder: Path) -> None:
     """Raises OSError, also where a link has its name."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(MODE)
@@ -237,14 +240,14 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(folder))
 
 
-def _hash(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
-def _squashfs_size(path: Path) -> int | None:
+def _find_squashfs_size(path: Path) -> int | None:
     """The size of a squashfs image of this user's own; None for all else, and half of one."""
     try:
-        with own(path) as fd:
+        with open_own_file(path) as fd:
             head = os.pread(fd, HEAD, 0)
             size = os.fstat(fd).st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -256,9 +259,9 @@ def _squashfs_size(path: Path) -> int | None:
     return size if is_squashfs(head) and parse_squashfs_size(head) <= size else None
 
 
-def _must_be_image(part: Path, max_size: int | None) -> int:
+def _check_imported_image(part: Path, max_size: int | None) -> int:
     """The size of what was imported. Raises Declined."""
-    size = _squashfs_size(part)
+    size = _find_squashfs_size(part)
     if size is None and not os.path.lexists(part):
         # By its user, or where it was taken for a dead one's: an import elsewhere may fare better.
         raise Declined("store-gone", f"{part.name} was deleted while it was written")

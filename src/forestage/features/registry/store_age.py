@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.errors import FULL
-from forestage.features.registry.store_files import create, load
+from forestage.errors import DISK_FULL_ERRNOS
+from forestage.features.registry.store_files import find_own_record, try_create_file
 from forestage.system import mounts
 from forestage.system.files import open_descriptor
 
@@ -59,7 +59,7 @@ class CollectionSighting(msgspec.Struct, frozen=True):
     at: float
 
 
-def count_seconds(
+def make_next_collection(
     last: StoreCollection, files: Iterable[tuple[str, int]], waited: float, token: str
 ) -> StoreCollection:
     """Pure: the next collection, `waited` seconds after `last`; `files` are paths and mtimes."""
@@ -74,17 +74,19 @@ def count_seconds(
     return StoreCollection(token, seconds, times)
 
 
-def find_collection(folder: Path) -> tuple[int, StoreCollection]:
+def read_last_collection(folder: Path) -> tuple[int, StoreCollection]:
     """Return the number of the last collection, and what it saw; 0 and nothing if there is none.
 
     As the directory's owner. Raises OSError.
     """
-    number = max(_numbers(folder), default=0)
-    found = load(folder / f"collected-{number}", StoreCollection, LARGE) if number else None
+    number = max(_list_collection_numbers(folder), default=0)
+    found = (
+        find_own_record(folder / f"collected-{number}", StoreCollection, LARGE) if number else None
+    )
     return number, found or StoreCollection()
 
 
-def begin_collection(
+def begin_collection_if_due(
     folder: Path,
     sight: CollectionSighting | None,
     look: Callable[[], Iterable[tuple[str, int]]],
@@ -95,25 +97,25 @@ def begin_collection(
     Returns the token of the last one for this node's next sight, and what it began. `now` and the
     sight's time are of its monotonic clock. As the directory's owner. Raises OSError.
     """
-    number, last = find_collection(folder)
+    number, last = read_last_collection(folder)
     waited = now - sight.at if sight and sight.token == last.token else 0.0
     if last.token and waited < AGAIN:
         return last.token, None
-    found = count_seconds(last, look(), waited, os.urandom(8).hex())
+    found = make_next_collection(last, look(), waited, os.urandom(8).hex())
     try:
-        if not create(folder / f"collected-{number + 1}", msgspec.json.encode(found)):
+        if not try_create_file(folder / f"collected-{number + 1}", msgspec.json.encode(found)):
             return "", None
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         return last.token, found  # it is time, though no other node can be told
-    for other in _numbers(folder):
+    for other in _list_collection_numbers(folder):
         if other <= number:
             (folder / f"collected-{other}").unlink(missing_ok=True)
     return found.token, found
 
 
-def _numbers(folder: Path) -> list[int]:
+def _list_collection_numbers(folder: Path) -> list[int]:
     with os.scandir(folder) as entries:
         matches = [STAMP.fullmatch(entry.name) for entry in entries]
     return [int(match["number"]) for match in matches if match]
@@ -136,12 +138,12 @@ def find_server_time(folder: Path) -> int | None:
             os.utime(fd)  # as those who use an image do
             return os.fstat(fd).st_mtime_ns
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         return None
 
 
-def find_age(folder: Path, path: str) -> float:
+def compute_unused_seconds(folder: Path, path: str) -> float:
     """Return for how many seconds a file has certainly been unused. Raises OSError.
 
     As the directory's owner; `path` is below it.
@@ -150,4 +152,4 @@ def find_age(folder: Path, path: str) -> float:
     server = find_server_time(folder)
     if server is not None:
         return (server - mtime_ns) / 1e9
-    return find_collection(folder)[1].age(path, mtime_ns)
+    return read_last_collection(folder)[1].age(path, mtime_ns)

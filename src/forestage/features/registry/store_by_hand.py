@@ -1,8 +1,8 @@
 """Images of registries by hand: `forestage registry get`, `import`, `ls`, `gc`.
 
-`get` is what pyxis' importer runs where a step sees no copy of its image; like `import` it runs as
-the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so does the
-sweep, which each hour visits some users' directories (`clean_some`).
+`obtain_for_step` is what pyxis' importer runs where a step sees no copy of its image; like `import`
+it runs as the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so
+does the sweep, which each hour visits some users' directories (`collect_some_users`).
 """
 
 import contextlib
@@ -27,31 +27,31 @@ from forestage.features.registry.messages import (
     ImportProgress,
     ImportRefused,
     ImportUnderWay,
-    Word,
+    WorkerMessage,
 )
 from forestage.features.registry.store_age import CollectionSighting, StoreCollection
 from forestage.paths import NodePaths
 from forestage.system import as_user, folders, records
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_age, format_count
-from forestage.units import format_size, is_number, printable
+from forestage.units import format_size, is_number, make_printable
 
-LOOK = 120.0  # seconds for one user's directory, which may be on a file server that hangs
-ALL = 3600.0  # seconds for all of them
+USER_TIMEOUT = 120.0  # seconds for one user's directory, which may be on a file server that hangs
+TOTAL_TIMEOUT = 3600.0  # seconds for all of them
 AT_ONCE = 8
-EVERY = 3600.0  # seconds between two visits of one node's sweep
-VISITED = 100  # users whose directories it visits, in VISITS seconds at the most
-LISTED, VISIT, VISITS = 20.0, 60.0, 120.0
+VISIT_INTERVAL = 3600.0  # seconds between two visits of one node's sweep
+MAX_VISITED_USERS = 100  # users whose directories it visits, in VISITS seconds at the most
+LIST_TIMEOUT, VISIT_TIMEOUT, VISITS_TIMEOUT = 20.0, 60.0, 120.0
 NOBODY = 65534  # the group of an account that is gone
-MOST = 300  # images of a user that are listed
+MAX_LISTED_IMAGES = 300  # images of a user that are listed
 REMEMBERED = 20_000  # users of whom a node remembers its last visit
-ELSEWHERE = ("store-full", "store-gone", "store-foreign", "store-local")
+STEP_IMPORT_REASONS = ("store-full", "store-gone", "store-foreign", "store-local")
 """Why a job has its image imported for itself alone instead."""
 
-TRIED = ("import-failed", "too-large", "enroot-full")
+ENROOT_FAILED_REASONS = ("import-failed", "too-large", "enroot-full")
 """Why enroot itself would not fare better a second time."""
 
-Say = Callable[[str], None]
+LineWriter = Callable[[str], None]
 
 
 class StoredImageRow(msgspec.Struct, frozen=True):
@@ -67,7 +67,9 @@ class StoredImageRow(msgspec.Struct, frozen=True):
     path: str
 
 
-def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+def obtain_for_step(
+    config: Config, uri: str, environ: Mapping[str, str], host: str, say: LineWriter
+) -> str:
     """Returns the path of an image for a step of pyxis, as its user.
 
     It is looked for and imported in the store. Where that cannot be used, below pyxis' runtime
@@ -84,17 +86,21 @@ def get(config: Config, uri: str, environ: Mapping[str, str], host: str, say: Sa
     order = msgspec.structs.replace(order, offline=config.registry.offline, marks=marks)
     shared = {"directory": config.registry.store, "cache": config.cache}
     try:
-        return _either(msgspec.structs.replace(order, **shared), environ, say, refusal)
+        return _obtain_by_digest_or_tag(
+            msgspec.structs.replace(order, **shared), environ, say, refusal
+        )
     except Declined as error:
-        if error.reason not in ELSEWHERE:
+        if error.reason not in STEP_IMPORT_REASONS:
             raise
         say(f"{error}; the image is imported for this step alone")
-    own = _own(environ, job, step)
-    return _either(msgspec.structs.replace(order, directory=own), environ, say, refusal)
+    own = _make_step_directory(environ, job, step)
+    return _obtain_by_digest_or_tag(
+        msgspec.structs.replace(order, directory=own), environ, say, refusal
+    )
 
 
-def _either(
-    order: ImportOrder, environ: Mapping[str, str], say: Say, refusal: Declined | None
+def _obtain_by_digest_or_tag(
+    order: ImportOrder, environ: Mapping[str, str], say: LineWriter, refusal: Declined | None
 ) -> str:
     """An image by its digest; by its tag where the registry does not say one, as pyxis would.
 
@@ -103,15 +109,15 @@ def _either(
     try:
         if refusal:
             raise refusal
-        return obtain(order, environ, say)
+        return obtain_by_worker(order, environ, say)
     except Declined as error:
         if error.reason not in user_notes.REFUSALS or not order.job:
             raise
         say(f"{error}; enroot is asked")
-        return obtain(msgspec.structs.replace(order, by_tag=True), environ, say)
+        return obtain_by_worker(msgspec.structs.replace(order, by_tag=True), environ, say)
 
 
-def _own(environ: Mapping[str, str], job: str, step: str) -> str:
+def _make_step_directory(environ: Mapping[str, str], job: str, step: str) -> str:
     """A directory for one step's import, as the importer knows it. Raises Declined."""
     above = environ.get("PYXIS_RUNTIME_PATH", "")
     if not (above.startswith("/") and is_number(job) and is_number(step)):
@@ -124,28 +130,30 @@ def _own(environ: Mapping[str, str], job: str, step: str) -> str:
     return str(path)
 
 
-def bring(config: Config, text: str, environ: Mapping[str, str], host: str, say: Say) -> str:
+def import_into_store(
+    config: Config, text: str, environ: Mapping[str, str], host: str, say: LineWriter
+) -> str:
     """Has the store hold an image before a job wants it. Raises Declined, NotFoundError."""
     if not config.registry.store:
-        raise _no_store()
+        raise _make_no_store_error()
     store = config.registry.store
     order = ImportOrder(reference=text, directory=store, cache=config.cache, host=host)
-    return obtain(order, environ, say)
+    return obtain_by_worker(order, environ, say)
 
 
-def _no_store() -> NotFoundError:
+def _make_no_store_error() -> NotFoundError:
     return NotFoundError("there is no store of images", "the admin can set `registry: store:`")
 
 
-def obtain(order: ImportOrder, environ: Mapping[str, str], say: Say) -> str:
+def obtain_by_worker(order: ImportOrder, environ: Mapping[str, str], say: LineWriter) -> str:
     """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
-    fd = worker.keep_environment(environ)
+    fd = worker.write_environment_file(environ)
     try:
-        at_work = worker.start(None, order, fd)
+        at_work = worker.start_worker(None, order, fd)
     finally:
         os.close(fd)
     with at_work:
-        for word in _words(at_work):
+        for word in _read_messages(at_work):
             if isinstance(word, ImageReady):
                 return word.path
             if isinstance(word, ImportRefused):
@@ -157,7 +165,7 @@ def obtain(order: ImportOrder, environ: Mapping[str, str], say: Say) -> str:
     raise Declined("helper", "the worker ended without an answer")
 
 
-def _words(at_work: worker.RegistryWorker) -> Iterator[Word]:
+def _read_messages(at_work: worker.RegistryWorker) -> Iterator[WorkerMessage]:
     poll = select.poll()
     poll.register(at_work.fd, select.POLLIN)
     while not at_work.ended:
@@ -165,24 +173,24 @@ def _words(at_work: worker.RegistryWorker) -> Iterator[Word]:
         yield from at_work.words()
 
 
-def owners(base: Path) -> list[User]:
+def list_owners(base: Path) -> list[User]:
     """Whose directories there are: all of them for root, else who we are. Raises NotFoundError."""
     if os.geteuid() != 0:
         return [User("", os.geteuid(), os.getegid())]
     try:
-        return [as_user.user_from_uid(uid, NOBODY) for uid in _owned(base, _uids(base))]
+        return [as_user.user_from_uid(uid, NOBODY) for uid in _filter_owned(base, _list_uids(base))]
     except OSError as error:
         raise NotFoundError(f"{base}: {error.strerror}", "is the store mounted?") from None
 
 
-def _uids(base: Path) -> list[int]:
+def _list_uids(base: Path) -> list[int]:
     """Raises OSError."""
     names = os.listdir(base)  # noqa: PTH208 - names are wanted
     numbers = filter(is_number, names)
     return sorted(int(name) for name in numbers if name == str(int(name)))  # 007 is not 7's
 
 
-def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int]:
+def _filter_owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int]:
     """Of these the owners of their directories, `most` of them at the most.
 
     Anybody may make a directory of any name there: root acts as its owner, and as no root. An
@@ -198,50 +206,57 @@ def _owned(base: Path, uids: Sequence[int], most: int | None = None) -> list[int
     return found
 
 
-def gather(base: Path) -> list[StoredImageRow]:
+def list_stored_images(base: Path) -> list[StoredImageRow]:
     """The images in the store, used longest ago last. Raises NotFoundError."""
-    users = owners(base)
+    users = list_owners(base)
     found = as_user.run_each_in_child(
-        [partial(_rows, base, user) for user in users], list[StoredImageRow], LOOK, ALL, AT_ONCE
+        [partial(_list_user_rows, base, user) for user in users],
+        list[StoredImageRow],
+        USER_TIMEOUT,
+        TOTAL_TIMEOUT,
+        AT_ONCE,
     )
     rows = [row for rows in found for row in rows or []]
     return sorted(rows, key=lambda row: -row.used)
 
 
-def _rows(base: Path, user: User) -> list[StoredImageRow]:
+def _list_user_rows(base: Path, user: User) -> list[StoredImageRow]:
     as_user.set_effective_user(user)
     folder = base / str(user.uid)
     rows = []
     with contextlib.suppress(FileNotFoundError):
-        for image in collect.images(collect.look(folder))[-MOST:]:
-            noted = collect.record(folder, image.name)
-            reference = printable(noted.reference if noted else image.name)[:256]
-            digest = printable(noted.digest)[:71] if noted else ""
-            date, host = (noted.date, printable(noted.host)[:64]) if noted else (0.0, "")
+        for image in collect.list_images(collect.list_files(folder))[-MAX_LISTED_IMAGES:]:
+            noted = collect.find_record(folder, image.name)
+            reference = make_printable(noted.reference if noted else image.name)[:256]
+            digest = make_printable(noted.digest)[:71] if noted else ""
+            date, host = (noted.date, make_printable(noted.host)[:64]) if noted else (0.0, "")
             path = str(folder / f"{image.name}.sqsh")
             rows.append(
                 StoredImageRow(
-                    _name(user), reference, digest, image.size, image.used, date, host, path
+                    _user_name(user), reference, digest, image.size, image.used, date, host, path
                 )
             )
     return rows
 
 
-def _name(user: User) -> str:
+def _user_name(user: User) -> str:
     return user.name or as_user.find_user_name(user.uid) or str(user.uid)
 
 
-def clean(config: Config, dry_run: bool) -> list[CollectionResult]:
+def collect_store(config: Config, dry_run: bool) -> list[CollectionResult]:
     """Deletes what nobody used for long, what is too much, and what dead imports left.
 
     Raises NotFoundError.
     """
     if not config.registry.store:
-        raise _no_store()
+        raise _make_no_store_error()
     base = Path(config.registry.store)
-    users = owners(base)
-    works = [partial(_collected, config, user, dry_run) for user in users]
-    return _reported(users, as_user.run_each_in_child(works, CollectionResult, LOOK, ALL, AT_ONCE))
+    users = list_owners(base)
+    works = [partial(_collect_as_user, config, user, dry_run) for user in users]
+    return _with_user_names(
+        users,
+        as_user.run_each_in_child(works, CollectionResult, USER_TIMEOUT, TOTAL_TIMEOUT, AT_ONCE),
+    )
 
 
 class StoreVisits(msgspec.Struct, frozen=True):
@@ -262,7 +277,7 @@ class _VisitResult(msgspec.Struct, frozen=True):
     token: str
 
 
-def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[CollectionResult]:
+def collect_some_users(config: Config, places: NodePaths, clock: Clock) -> list[CollectionResult]:
     """Does so for some users whose turn it is; for the sweep of every node, as root.
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
@@ -274,8 +289,8 @@ def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[Collecti
     base, boot, now = Path(config.registry.store), boot_id(), clock.monotonic()
     past = records.find(places.collected, StoreVisits)
     if past is None or past.boot != boot:
-        past = StoreVisits(boot, now - EVERY, {})
-    if now - past.at < EVERY:
+        past = StoreVisits(boot, now - VISIT_INTERVAL, {})
+    if now - past.at < VISIT_INTERVAL:
         return []
     # Before it is looked at: a store that hangs is not visited every ten minutes.
     folders.ensure_directory_with_mode(places.collected.parent, folders.PASSABLE)
@@ -283,17 +298,17 @@ def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[Collecti
     records.write(places.collected, msgspec.json.encode(past))
 
     def look() -> as_user.ChildResult[list[int]]:
-        uids = _uids(base)
+        uids = _list_uids(base)
         random.shuffle(uids)  # then, as anybody may make names that are nobody's
-        return _owned(base, uids, VISITED), []
+        return _filter_owned(base, uids, MAX_VISITED_USERS), []
 
-    uids, _ = as_user.run_in_child(look, list[int], LISTED)
+    uids, _ = as_user.run_in_child(look, list[int], LIST_TIMEOUT)
     users = [as_user.user_from_uid(uid, NOBODY) for uid in uids]
     works = [
-        partial(_collected_once, config, user, past.sights.get(str(user.uid)), now)
+        partial(_collect_if_turn, config, user, past.sights.get(str(user.uid)), now)
         for user in users
     ]
-    visits = as_user.run_each_in_child(works, _VisitResult, VISIT, VISITS, AT_ONCE)
+    visits = as_user.run_each_in_child(works, _VisitResult, VISIT_TIMEOUT, VISITS_TIMEOUT, AT_ONCE)
     sights = dict(past.sights)
     for user, visit in zip(users, visits, strict=True):
         known = sights.pop(str(user.uid), None)
@@ -307,18 +322,18 @@ def clean_some(config: Config, places: NodePaths, clock: Clock) -> list[Collecti
             sights[str(user.uid)] = known
     kept = dict(list(sights.items())[-REMEMBERED:])  # those met last are the last ones
     records.write(places.collected, msgspec.json.encode(StoreVisits(boot, now, kept)))
-    return _reported(users, [visit.done if visit else None for visit in visits])
+    return _with_user_names(users, [visit.done if visit else None for visit in visits])
 
 
-def _reported(
+def _with_user_names(
     users: Sequence[User], found: Sequence[CollectionResult | None]
 ) -> list[CollectionResult]:
     missing = CollectionResult(problem="the directory cannot be read, or did not answer in time")
     named = zip(users, found, strict=True)
-    return [msgspec.structs.replace(one or missing, user=_name(user)) for user, one in named]
+    return [msgspec.structs.replace(one or missing, user=_user_name(user)) for user, one in named]
 
 
-def _collected(
+def _collect_as_user(
     config: Config, user: User, dry_run: bool, collection: StoreCollection | None = None
 ) -> CollectionResult:
     as_user.set_effective_user(user)
@@ -326,24 +341,24 @@ def _collected(
     folder = Path(limits.store or "", str(user.uid))
     if not os.path.lexists(folder):
         return CollectionResult()
-    last = collection or store_age.find_collection(folder)[1]
-    done = collect.collect(folder, limits.keep, limits.max_user_size, last, dry_run)
-    problem = printable(done.problem)
-    return msgspec.structs.replace(done, images=done.images[:MOST], problem=problem)
+    last = collection or store_age.read_last_collection(folder)[1]
+    done = collect.collect_garbage(folder, limits.keep, limits.max_user_size, last, dry_run)
+    problem = make_printable(done.problem)
+    return msgspec.structs.replace(done, images=done.images[:MAX_LISTED_IMAGES], problem=problem)
 
 
-def _collected_once(
+def _collect_if_turn(
     config: Config, user: User, sight: CollectionSighting | None, now: float
 ) -> _VisitResult:
     as_user.set_effective_user(user)
     folder = Path(config.registry.store or "", str(user.uid))
-    token, collection = collect.claim(folder, sight, now)
+    token, collection = collect.claim_collection(folder, sight, now)
     if collection is None:
         return _VisitResult(CollectionResult(), token)
-    return _VisitResult(_collected(config, user, False, collection), token)
+    return _VisitResult(_collect_as_user(config, user, False, collection), token)
 
 
-def listing(rows: Sequence[StoredImageRow], now: float) -> list[OutputBlock]:
+def format_listing(rows: Sequence[StoredImageRow], now: float) -> list[OutputBlock]:
     """`ls` for people."""
     if not rows:
         return [TextLine("no images")]
@@ -363,12 +378,14 @@ def listing(rows: Sequence[StoredImageRow], now: float) -> list[OutputBlock]:
     return [TextTable(columns, cells), TextLine(f"{format_count(len(rows), 'image')}, {total}")]
 
 
-def pieces(done: Sequence[CollectionResult], dry_run: bool) -> list[OutputBlock]:
+def format_results(done: Sequence[CollectionResult], dry_run: bool) -> list[OutputBlock]:
     """`gc` for people."""
-    return [TextLine(text) for text in lines(done, dry_run)] or [TextLine("nothing to delete")]
+    return [TextLine(text) for text in format_result_lines(done, dry_run)] or [
+        TextLine("nothing to delete")
+    ]
 
 
-def lines(done: Sequence[CollectionResult], dry_run: bool) -> list[str]:
+def format_result_lines(done: Sequence[CollectionResult], dry_run: bool) -> list[str]:
     """Pure: a line for each user of whose directory something went, or should have."""
     verb = "would delete" if dry_run else "deleted"
     found = []

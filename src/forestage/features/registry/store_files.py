@@ -25,10 +25,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
 
 
-def load(path: Path, of: type[T], most: int = SMALL) -> T | None:
+def find_own_record(path: Path, of: type[T], most: int = SMALL) -> T | None:
     """A small record of the user's own; None where it is missing, damaged or something else."""
     try:
-        with own(path) as fd, open(fd, "rb", closefd=False) as file:
+        with open_own_file(path) as fd, open(fd, "rb", closefd=False) as file:
             data = file.read(most + 1) or b""  # None: of a FIFO that is held open for writing
     except OSError:
         return None
@@ -39,7 +39,7 @@ def load(path: Path, of: type[T], most: int = SMALL) -> T | None:
 
 
 @contextlib.contextmanager
-def own(path: Path) -> Iterator[int]:
+def open_own_file(path: Path) -> Iterator[int]:
     """A descriptor to read a regular file of this user's own. Raises OSError.
 
     It is opened even where lstat(2) would do: on NFS attributes are up to a minute old, but those
@@ -52,7 +52,7 @@ def own(path: Path) -> Iterator[int]:
         yield fd
 
 
-def create(path: Path, data: bytes) -> bool:
+def try_create_file(path: Path, data: bytes) -> bool:
     """Makes a file with these bytes, whole from its first moment; False if it is there already.
 
     Of all nodes that try, one succeeds. Raises OSError.
@@ -67,14 +67,14 @@ def create(path: Path, data: bytes) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _create_without_links(new, path, data)
+        return _try_create_without_links(new, path, data)
     finally:
         new.unlink(missing_ok=True)
     return True
 
 
-def _create_without_links(new: Path, path: Path, data: bytes) -> bool:
-    """As `create`, where there are no hard links.
+def _try_create_without_links(new: Path, path: Path, data: bytes) -> bool:
+    """As `try_create_file`, where there are no hard links.
 
     By a rename that replaces nothing; where there is none either, it is there and not whole for a
     moment.

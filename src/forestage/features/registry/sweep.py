@@ -27,7 +27,7 @@ def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     node = facts.node
     if facts.dry_run:
         return {}
-    return {"collected": (*store_by_hand.clean_some(node.config, node.places, node.clock),)}
+    return {"collected": (*store_by_hand.collect_some_users(node.config, node.places, node.clock),)}
 
 
 def fields() -> Mapping[str, str]:
@@ -38,4 +38,4 @@ def fields() -> Mapping[str, str]:
 def lines(report: SweepReport) -> list[str]:
     """Return a line for each user whose directory in the store changed. Pure."""
     done = [one for one in report.added.get("collected", ()) if isinstance(one, CollectionResult)]
-    return [f"store of {text}" for text in store_by_hand.lines(done, report.dry_run)]
+    return [f"store of {text}" for text in store_by_hand.format_result_lines(done, report.dry_run)]

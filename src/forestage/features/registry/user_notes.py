@@ -5,7 +5,7 @@
     /run/forestage/images/JOB.STEP.refused    why a registry gave a step no digest
 
 A step that the store failed has its image imported for itself alone
-(features/registry/store_by_hand.get), and the
+(features/registry/store_by_hand.obtain_for_step), and the
 next ones, too, until the store has more room or FULL_SECONDS are over. The importer of a step that
 a registry refused does not ask again.
 """
@@ -55,7 +55,7 @@ class RefusalNote(msgspec.Struct, frozen=True):
     detail: str
 
 
-def note_full_store(
+def record_full_store(
     places: NodePaths, user: User, name: str, detail: str, free: int, now: float
 ) -> None:
     """Notes what a worker of this user's said. As root; best effort."""
@@ -70,7 +70,9 @@ def find_full_store(folder: str, name: str, now: float) -> FullStoreNote | None:
     return full if full and full.name == name and 0 < full.until - now <= FULL_SECONDS else None
 
 
-def note_refusal(places: NodePaths, job: int, step: int, user: User, refusal: RefusalNote) -> None:
+def record_refusal(
+    places: NodePaths, job: int, step: int, user: User, refusal: RefusalNote
+) -> None:
     """Notes it for the step's importer. As root; best effort."""
     with contextlib.suppress(OSError):
         write_note(_refusal_path(places, str(job), str(step)), user.uid, refusal)
@@ -85,7 +87,7 @@ def find_refusal(places: NodePaths, job: str, step: str, text: str) -> Declined 
     found = find_note(_refusal_path(places, job, step), RefusalNote)
     if found is None or found.reason not in REFUSALS:
         return None
-    if reference.parse(found.reference).text != reference.parse(text).text:
+    if reference.parse_reference(found.reference).text != reference.parse_reference(text).text:
         return None
     return Declined(found.reason, found.detail)
 

@@ -12,11 +12,11 @@ from forestage.slurm.lines import LANGUAGE, encode_line
 from forestage.system import holder
 from forestage.system.holder import TaskConnections
 from forestage.system.processes import ProcessIdentity
-from forestage.units import printable
+from forestage.units import make_printable
 
 LAST = 5.0  # seconds from the last task's end; another may come a little later
 TURN = 0.25  # seconds between two looks who waits
-GONE = "the step has ended, nobody waits for its image"
+ALL_TASKS_ENDED = "the step has ended, nobody waits for its image"
 
 
 class WaitingTasks:
@@ -72,7 +72,7 @@ class WaitingTasks:
         """
         while not self.are_there and (self.came or self.none_can_come):
             if self.have_gone:
-                raise Declined("stopped", GONE)
+                raise Declined("stopped", ALL_TASKS_ENDED)
             self.wait(-1)
 
     def wait(self, fd: int) -> None:
@@ -86,7 +86,7 @@ class WaitingTasks:
 
     def speak(self, text: str) -> None:
         """A line for the user, which the first task on the node writes."""
-        self.say("say", f"forestage: {printable(text)}")
+        self.say("say", f"forestage: {make_printable(text)}")
 
     def say(self, *fields: str) -> None:
         """A line for all of them."""

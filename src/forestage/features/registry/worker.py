@@ -16,7 +16,7 @@ from forestage.features.registry.messages import (
     ImageReady,
     ImportOrder,
     ImportRefused,
-    Word,
+    WorkerMessage,
     WorkerProtocolError,
 )
 from forestage.features.registry.worker_pipe import GRACE
@@ -46,17 +46,17 @@ class RegistryWorker:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def words(self) -> list[Word]:
+    def words(self) -> list[WorkerMessage]:
         """What it said since the last call; the last word ever is Present or Refused.
 
         Once `ended` is set there will be no more.
         """
         if self.ended:
             return []
-        found: list[Word] = []
+        found: list[WorkerMessage] = []
         try:
             for line in self._lines():
-                found.append(messages.decode(line))
+                found.append(messages.decode_message(line))
                 if isinstance(found[-1], ImageReady | ImportRefused):
                     self.ended = True
                     break
@@ -90,12 +90,12 @@ class RegistryWorker:
                 raise WorkerProtocolError("it ended without an answer")
         self._bytes += len(data)
         *lines, self._read = (self._read + data).split(b"\n")
-        if self._bytes > MOST or len(self._read) >= messages.LONGEST:
+        if self._bytes > MOST or len(self._read) >= messages.MAX_LINE_BYTES:
             raise WorkerProtocolError("it says more than any worker has to say")
         return [line + b"\n" for line in lines]
 
 
-def keep_environment(variables: Mapping[str, str]) -> int:
+def write_environment_file(variables: Mapping[str, str]) -> int:
     """Returns a descriptor of a job's environment, NUL after each entry, in memory."""
     fd = os.memfd_create("environment")
     with os.fdopen(os.dup(fd), "wb") as file:
@@ -104,7 +104,7 @@ def keep_environment(variables: Mapping[str, str]) -> int:
     return fd
 
 
-def start(
+def start_worker(
     user: User | None,
     order: ImportOrder,
     environ_fd: int,

@@ -35,7 +35,7 @@ SETTINGS = 60.0  # seconds for the evaluation of enroot's configuration
 RESOLVE = 120.0  # seconds for a registry
 POLL = 0.2  # seconds between looks for the leader's word
 
-BY_TAG = ("registry-busy", "registry-odd")
+BY_TAG_REASONS = ("registry-busy", "registry-odd")
 """Where a registry does not say a digest, and one import by the tag serves all of a job."""
 
 
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
         try:
             order = messages.decode_order(argv[0])
             directory = order.directory
-            path = work(order, asker, clock)
+            path = obtain_image(order, asker, clock)
             asker.say(ImageReady(os.fspath(path)))
         except Declined as error:
-            free = _free(directory) if error.reason == "store-full" else 0
+            free = _free_bytes(directory) if error.reason == "store-full" else 0
             asker.say(ImportRefused(error.reason, str(error), free))
         except WorkerProtocolError as error:
             asker.say(ImportRefused("registry-odd", str(error)))
@@ -61,37 +61,37 @@ def main(argv: list[str]) -> int:
     return 1
 
 
-def _free(directory: str) -> int:
+def _free_bytes(directory: str) -> int:
     with contextlib.suppress(OSError):
         disk = os.statvfs(directory)
         return disk.f_bavail * disk.f_frsize
     return 0
 
 
-def work(order: ImportOrder, asker: ParentPipe, clock: Clock) -> Path:
+def obtain_image(order: ImportOrder, asker: ParentPipe, clock: Clock) -> Path:
     """Returns where the image lies. Raises Declined, ParentGone, WorkerProtocolError, OSError."""
-    task = understood(order, clock)
+    task = read_order(order, clock)
     store = ImageStore(Path(order.directory), clock, order.cache)
-    digest = digest_of(task, store, asker, clock)
+    digest = choose_digest(task, store, asker, clock)
     asker.say(DigestResolved(digest, task.name(digest)))
     return ImageImport(task, digest, store, asker, clock).obtain()
 
 
-def understood(order: ImportOrder, clock: Clock) -> ImportTask:
+def read_order(order: ImportOrder, clock: Clock) -> ImportTask:
     """The order with the user's settings. Raises Declined."""
-    meant = reference.parse(order.reference)
-    environ = environment.read(_environment(order.environ_fd))
-    settings = environment.settings(environ, Deadline.after(SETTINGS, clock))
-    must_be_wanted(order, settings)
-    return ImportTask(order, meant, settings, _jobs(order.job, environ))
+    meant = reference.parse_reference(order.reference)
+    environ = environment.parse_environment(_read_environment(order.environ_fd))
+    settings = environment.read_enroot_settings(environ, Deadline.after(SETTINGS, clock))
+    check_container_missing(order, settings)
+    return ImportTask(order, meant, settings, _make_job_names(order.job, environ))
 
 
-def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _make_job_names(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Pure: the job of a step and the step, or the job alone, by names that no other job has.
 
     Two clusters may share a store and have jobs of one number; a job that starts anew asks anew; a
     cluster that was set up anew counts from 1 again. Slurm says since 23.02 when a job started;
-    before that, old records count for nothing (store.OLD).
+    before that, old records count for nothing (store.RECORD_LASTS).
     """
     given = ("SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "SLURM_JOB_START_TIME")
     cluster, *rest = (environ.get(name, "") for name in given)
@@ -99,21 +99,21 @@ def _jobs(job: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(".".join((cluster, name, *rest)) for name in names if name)
 
 
-def must_be_wanted(order: ImportOrder, settings: EnrootSettings) -> None:
+def check_container_missing(order: ImportOrder, settings: EnrootSettings) -> None:
     """Raises Declined where the step's container is there: pyxis does not look at its image then.
 
     Its name is what stands before a colon (pyxis' args.c); with container_scope=job, the job's
     number is part of the container's own (pyxis_slurmstepd.c).
     """
     name, job = order.container.partition(":")[0], order.job.partition(".")[0]
-    place = Path(environment.folder(settings.variables, "DATA"))
+    place = Path(environment.enroot_folder(settings.variables, "DATA"))
     if not name or "/" in name:
         return
     if any((place / one).is_dir() for one in (f"pyxis_{name}", f"pyxis_{job}_{name}")):
         raise Declined("container", f"the container {name} is there already")
 
 
-def _environment(fd: int) -> bytes:
+def _read_environment(fd: int) -> bytes:
     if fd < 0:
         return Path("/proc/self/environ").read_bytes()
     with contextlib.suppress(OSError):  # a pipe has no place
@@ -122,23 +122,27 @@ def _environment(fd: int) -> bytes:
         return file.read(environment.MAX_BYTES + 1)
 
 
-def digest_of(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str:
+def choose_digest(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    said = _said(task, store, asker, clock)
+    said = _wait_for_digest(task, store, asker, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""
     try:
-        found = resolve.digest(task.reference, task.settings, Deadline.after(RESOLVE, clock))
+        found = resolve.resolve_digest(
+            task.reference, task.settings, Deadline.after(RESOLVE, clock)
+        )
         store.set_last(task.text, found)
     except RegistryDeclined as refused:
-        found = _instead(task, store, refused)
+        found = _substitute_digest(task, store, refused)
     asker.must_wait()
     return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
 
 
-def _said(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str | None:
+def _wait_for_digest(
+    task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock
+) -> str | None:
     """What the node that leads has said; who does not lead waits for that."""
     patience = 0.0 if task.order.leads else task.order.patience
     end = Deadline.after(patience, clock)
@@ -153,13 +157,13 @@ def _said(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) 
         clock.sleep(min(POLL, end.left()))
 
 
-def _instead(task: ImportTask, store: ImageStore, refused: RegistryDeclined) -> str:
+def _substitute_digest(task: ImportTask, store: ImageStore, refused: RegistryDeclined) -> str:
     """What stands in for the digest that a registry did not say. Raises Declined."""
     if task.order.offline == "use-last" and refused.transient:
         last = store.last(task.text)
         if last:
             return last
-    if task.jobs and refused.reason in BY_TAG:
+    if task.jobs and refused.reason in BY_TAG_REASONS:
         return ""
     raise refused
 

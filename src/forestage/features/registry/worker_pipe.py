@@ -6,7 +6,7 @@ import threading
 import time
 
 from forestage.features.registry import messages
-from forestage.features.registry.messages import Word
+from forestage.features.registry.messages import WorkerMessage
 from forestage.system import run
 
 GRACE = 12.0  # seconds to clean up once nobody waits any more
@@ -31,7 +31,7 @@ class ParentPipe:
         self.gone.set()
 
     def _listen(self) -> None:
-        while os.read(0, messages.LONGEST):
+        while os.read(0, messages.MAX_LINE_BYTES):
             pass
         self.gone.set()
         time.sleep(GRACE)
@@ -40,9 +40,9 @@ class ParentPipe:
             run.kill_session(os.getpid(), spare=os.getpid())
         os._exit(1)
 
-    def say(self, word: Word) -> None:
+    def say(self, word: WorkerMessage) -> None:
         """Raises ParentGone, WorkerProtocolError."""
-        line = messages.encode(word)
+        line = messages.encode_message(word)
         try:
             while line:
                 line = line[os.write(1, line) :]

@@ -12,7 +12,9 @@ LATEST = 4_102_444_800  # 2100 in epoch seconds: later times are typing errors, 
 EXPECTED = "2026-05-01, 2026-05-01T12:00 or 7d (ago)"
 
 
-def _time_option(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+def _parse_time_option(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> float | None:
     """Seconds since the epoch of a date, in local time if it names no zone, or of an age."""
     from forestage.units import parse_duration
 
@@ -36,9 +38,14 @@ def _time_option(ctx: click.Context, parameter: click.Parameter, value: str | No
 @click.command()
 @click.argument("logs", nargs=-1, metavar="[LOG...]")
 @click.option(
-    "--since", metavar="TIME", callback=_time_option, help=f"Count events from then on: {EXPECTED}."
+    "--since",
+    metavar="TIME",
+    callback=_parse_time_option,
+    help=f"Count events from then on: {EXPECTED}.",
 )
-@click.option("--until", metavar="TIME", callback=_time_option, help="Count events before then.")
+@click.option(
+    "--until", metavar="TIME", callback=_parse_time_option, help="Count events before then."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead.")
 @click.option(
     "-o", "--output", metavar="FILE", help="The HTML page, or JSON, to FILE; - is standard output."
@@ -65,11 +72,11 @@ def report(
     now = ctx.obj.clock.wall()
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since is not before --until")
-    names = logs or reports.of_node(ctx.obj.places.events)
+    names = logs or reports.list_node_logs(ctx.obj.places.events)
     window = reports.TimeWindow(since, until)
-    found = reports.from_logs(names, window, now, time.localtime(now).tm_gmtoff)
+    found = reports.make_report_from_logs(names, window, now, time.localtime(now).tm_gmtoff)
     if output is None:
-        print_document(found, reports.pieces(found), as_json)
+        print_document(found, reports.format_text(found), as_json)
         return
     if not Path(output).parent.is_dir():
         raise NotFoundError(f"{Path(output).parent} is not there", "-o names a file in it")
@@ -77,7 +84,7 @@ def report(
     file = Path(output)
     is_replaced = file.is_file() or not os.path.lexists(file)
     with click.open_file(output, "wb", atomic=is_replaced and not file.is_symlink()) as out:
-        out.write(reports.as_json(found) if as_json else reports.as_page(found))
+        out.write(reports.format_json(found) if as_json else reports.format_page(found))
 
 
 COMMANDS = (report,)

@@ -1,8 +1,8 @@
 """The report's figures and their rendering as JSON.
 
-`compute` makes a `SavingsReport` of running sums. Sizes are in bytes, times in seconds, moments in
-seconds since the epoch; `SavingsReport` is also the JSON document, so its field names are an
-interface.
+`compute_report` makes a `SavingsReport` of running sums. Sizes are in bytes, times in seconds,
+moments in seconds since the epoch; `SavingsReport` is also the JSON document, so its field names
+are an interface.
 """
 
 import math
@@ -91,7 +91,7 @@ class SavingsReport(msgspec.Struct, frozen=True):
     impossible_time: int
 
 
-def compute(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport:
+def compute_report(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport:
     total = PeriodSums()
     for slot in sums.slots.values():
         total.add(slot)
@@ -106,7 +106,7 @@ def compute(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport
         hit_ratio=total.hit_ratio,
         kept_off=sums.kept_off,
         all=sums.total,
-        estimate=_estimate(sums, total.seconds),
+        estimate=_estimate_savings(sums, total.seconds),
         waits=sums.waits.of_waits(),
         through=msgspec.structs.replace(sums.through, ahead=sums.ahead.median()),
         ahead=sums.copied_ahead,
@@ -114,12 +114,12 @@ def compute(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport
         evicted=dict(sorted(sums.evicted.items())),
         original=_most_first(sums.original),
         excluded=_most_first(sums.excluded),
-        nodes=_nodes(sums),
+        nodes=_sort_nodes(sums),
         partitions=_most_kept_off(sums.partitions),
         images=_most_kept_off(sums.images),
         users=_most_kept_off(sums.users),
         width=width,
-        periods=tuple(_periods(sums.slots, width, utc_offset)),
+        periods=tuple(_make_periods(sums.slots, width, utc_offset)),
         events=sums.events,
         logs=logs,
         outside_window=sums.outside_window,
@@ -127,7 +127,7 @@ def compute(sums: ReportSums, logs: LogCounts, utc_offset: int) -> SavingsReport
     )
 
 
-def _estimate(sums: ReportSums, waited: float) -> SavingsEstimate | None:
+def _estimate_savings(sums: ReportSums, waited: float) -> SavingsEstimate | None:
     """Returns None if no copy shows how long one takes."""
     rate = sums.rates.median()
     if not rate:
@@ -145,7 +145,7 @@ def _most_kept_off(groups: dict[str, G]) -> tuple[G, ...]:
     return tuple(sorted(groups.values(), key=lambda one: (-one.kept_off, -one.starts, one.name)))
 
 
-def _nodes(sums: ReportSums) -> tuple[NodeFigures, ...]:
+def _sort_nodes(sums: ReportSums) -> tuple[NodeFigures, ...]:
     """Those to look at come first: with failures, then with slow copies."""
     found = (
         msgspec.structs.replace(node.figures, rate=node.rates.median(), waits=node.waits.of_waits())
@@ -165,7 +165,9 @@ def _period_width(first: float, last: float) -> int:
     )
 
 
-def _periods(slots: dict[int, PeriodSums], width: int, utc_offset: int) -> Iterator[ReportPeriod]:
+def _make_periods(
+    slots: dict[int, PeriodSums], width: int, utc_offset: int
+) -> Iterator[ReportPeriod]:
     """Consecutive periods, also those without events; weeks begin on Monday."""
     sums: dict[int, PeriodSums] = {}
     for quarter, slot in slots.items():
@@ -180,9 +182,9 @@ def _periods(slots: dict[int, PeriodSums], width: int, utc_offset: int) -> Itera
         yield period
 
 
-def as_json(report: SavingsReport) -> bytes:
+def format_json(report: SavingsReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def local_time(moment: float, utc_offset: int) -> datetime:
+def to_local_time(moment: float, utc_offset: int) -> datetime:
     return datetime.fromtimestamp(moment, timezone(timedelta(seconds=utc_offset)))

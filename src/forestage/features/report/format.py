@@ -2,10 +2,10 @@
 
 import math
 
-from forestage.features.report.figures import DAY, HOUR, SavingsReport, local_time
+from forestage.features.report.figures import DAY, HOUR, SavingsReport, to_local_time
 from forestage.units import format_size
 
-NONE = "–"
+NO_VALUE = "–"
 
 _PERIODS = {
     HOUR: "hour",
@@ -16,24 +16,24 @@ _PERIODS = {
 }
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{round(value):,}"
 
 
-def rate(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """Bytes per second."""
-    return NONE if not value else f"{format_size(value)}/s"
+    return NO_VALUE if not value else f"{format_size(value)}/s"
 
 
-def share(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     """Percent, cut and not rounded: with one miss in a million hits it is not 100 %."""
-    return NONE if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
+    return NO_VALUE if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f} %"
 
 
-def duration(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Seconds that jobs wait; a sum over nodes may be negative."""
     if value is None:
-        return NONE
+        return NO_VALUE
     sign, value = ("−" if value < 0 else ""), abs(value)
     if value < 0.1:
         return f"{sign}{value * 1000:.0f} ms"
@@ -45,31 +45,31 @@ def duration(value: float | None) -> str:
     return f"{sign}{hours:,.0f} h" if hours >= 100 else f"{sign}{hours:.1f} h"
 
 
-def day(moment: float, utc_offset: int) -> str:
-    return local_time(moment, utc_offset).strftime("%-d %b %Y")
+def format_day(moment: float, utc_offset: int) -> str:
+    return to_local_time(moment, utc_offset).strftime("%-d %b %Y")
 
 
-def minute(moment: float, utc_offset: int) -> str:
-    return local_time(moment, utc_offset).strftime("%-d %b %Y, %H:%M")
+def format_minute(moment: float, utc_offset: int) -> str:
+    return to_local_time(moment, utc_offset).strftime("%-d %b %Y, %H:%M")
 
 
-def period_start(moment: float, report: SavingsReport) -> str:
+def format_period_start(moment: float, report: SavingsReport) -> str:
     """As exact as the width of the report's periods requires, without the year if it is clear."""
     if report.width < DAY:
         pattern = "%-d %b %H:%M"
     else:
         pattern = "%-d %b %Y" if report.width > 7 * DAY else "%-d %b"
-    return local_time(moment, report.utc_offset).strftime(pattern)
+    return to_local_time(moment, report.utc_offset).strftime(pattern)
 
 
-def zone(utc_offset: int) -> str:
+def format_utc_offset(utc_offset: int) -> str:
     sign = "−" if utc_offset < 0 else "+"
     return f"UTC{sign}{abs(utc_offset) // 3600:02d}:{abs(utc_offset) % 3600 // 60:02d}"
 
 
-def period(width: int) -> str:
+def format_period(width: int) -> str:
     return _PERIODS.get(width, "52 weeks")
 
 
-def plural(count: int, one: str, many: str = "") -> str:
-    return f"{number(count)} {one if count == 1 else many or one + 's'}"
+def format_plural(count: int, one: str, many: str = "") -> str:
+    return f"{format_number(count)} {one if count == 1 else many or one + 's'}"

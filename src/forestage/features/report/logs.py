@@ -25,30 +25,30 @@ class LogCounts(msgspec.Struct):
     damaged_lines: int = 0
 
 
-def of_node(log: Path) -> list[str]:
+def list_node_logs(log: Path) -> list[str]:
     """Returns the names of this node's current and rotated log, as far as they exist."""
     return [str(path) for path in (log.with_name(log.name + ROTATED), log) if path.exists()]
 
 
-def read(names: Iterable[str], sums: ReportSums) -> LogCounts:
+def read_logs(names: Iterable[str], sums: ReportSums) -> LogCounts:
     """Adds the events of all logs to `sums`; raises NotFoundError or OSError.
 
     A log that is rotated meanwhile may lack its newest events, but no event is added twice.
     """
     counts = LogCounts()
     first_events: set[EventRecord] = set()
-    for name in sorted(set(names), key=_oldest_first):
-        with _open(name) as log:
-            _read_one(log, name, sums, first_events, counts)
+    for name in sorted(set(names), key=_log_sort_key):
+        with _open_log(name) as log:
+            _read_log(log, name, sums, first_events, counts)
     return counts
 
 
-def _oldest_first(name: str) -> tuple[str, bool]:
+def _log_sort_key(name: str) -> tuple[str, bool]:
     """A node's rotated log comes first: it may hold the Prologs of the newer log's steps."""
     return name.removesuffix(ROTATED), not name.endswith(ROTATED)
 
 
-def _read_one(
+def _read_log(
     log: BinaryIO, name: str, sums: ReportSums, first_events: set[EventRecord], counts: LogCounts
 ) -> None:
     is_first = True
@@ -69,7 +69,7 @@ def _read_one(
 
 
 @contextlib.contextmanager
-def _open(name: str) -> Iterator[BinaryIO]:
+def _open_log(name: str) -> Iterator[BinaryIO]:
     # The admin chose this file, so links and pipes are followed, unlike in the node's own log.
     if name == STDIN:
         yield sys.stdin.buffer

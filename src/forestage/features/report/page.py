@@ -22,7 +22,7 @@ from markupsafe import Markup
 from forestage.events.reasons import collect_reasons
 from forestage.features.report import format as fmt
 from forestage.features.report.figures import SavingsReport
-from forestage.units import format_size, printable
+from forestage.units import format_size, make_printable
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 15  # of each table
@@ -33,28 +33,28 @@ MIN_BAR_HEIGHT = 0.7  # so that the smallest value is seen
 COUNT_STEPS = (2, 4, 6, 8, 10)  # even, so that the label at half the height is a whole number
 
 
-def render(report: SavingsReport) -> bytes:
+def render_page(report: SavingsReport) -> bytes:
     offset = report.utc_offset
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_visible,
+        finalize=_escape_invisible,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "number": fmt.number,
+        "number": fmt.format_number,
         "size": format_size,
-        "rate": fmt.rate,
-        "share": fmt.share,
-        "duration": fmt.duration,
-        "plural": fmt.plural,
-        "period": fmt.period,
-        "zone": fmt.zone,
-        "day": partial(fmt.day, utc_offset=offset),
-        "minute": partial(fmt.minute, utc_offset=offset),
+        "rate": fmt.format_rate,
+        "share": fmt.format_share,
+        "duration": fmt.format_seconds,
+        "plural": fmt.format_plural,
+        "period": fmt.format_period,
+        "zone": fmt.format_utc_offset,
+        "day": partial(fmt.format_day, utc_offset=offset),
+        "minute": partial(fmt.format_minute, utc_offset=offset),
     }
     html = environment.get_template("page.html.j2").render(
         report=report,
@@ -63,7 +63,7 @@ def render(report: SavingsReport) -> bytes:
         users=report.users[:MAX_ROWS],
         partitions=report.partitions[:MAX_ROWS],
         nodes=report.nodes[:MAX_ROWS],
-        plots=all_plots(report),
+        plots=make_plots(report),
         plot_height=HEIGHT,
         reason_texts=collect_reasons(),
         css=Markup((FOLDER / "page.css").read_text()),  # noqa: S704 - a file of ours
@@ -71,9 +71,11 @@ def render(report: SavingsReport) -> bytes:
     return html.encode("utf-8", "backslashreplace")
 
 
-def _visible(value: object) -> object:
+def _escape_invisible(value: object) -> object:
     """Applied to the value of every expression in the template, before it is escaped."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return (
+        make_printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    )
 
 
 class PlotSeries(msgspec.Struct, frozen=True):
@@ -115,7 +117,7 @@ class BarPlot(msgspec.Struct, frozen=True):
     dates: tuple[str, ...]
 
 
-def all_plots(report: SavingsReport) -> list[BarPlot]:
+def make_plots(report: SavingsReport) -> list[BarPlot]:
     """Returns no plot for a report without periods."""
     if not report.periods:
         return []
@@ -134,29 +136,38 @@ def all_plots(report: SavingsReport) -> list[BarPlot]:
     )
     evicted = (PlotSeries("evicted", "original", "evicted"),)
     return [
-        _bars("ratio", "Hit ratio", ratio, fmt.share, lambda _: 1.0, report),
-        _bars("starts", "Starts", starts, fmt.number, count_scale, report),
-        _bars("bytes", "Shared file system", traffic, format_size, size_scale, report),
+        _make_bar_plot("ratio", "Hit ratio", ratio, fmt.format_share, lambda _: 1.0, report),
+        _make_bar_plot("starts", "Starts", starts, fmt.format_number, round_up_count, report),
+        _make_bar_plot("bytes", "Shared file system", traffic, format_size, round_up_size, report),
         *(
-            [_bars("evictions", "Entries evicted", evicted, fmt.number, count_scale, report)]
+            [
+                _make_bar_plot(
+                    "evictions",
+                    "Entries evicted",
+                    evicted,
+                    fmt.format_number,
+                    round_up_count,
+                    report,
+                )
+            ]
             if report.evicted
             else []
         ),
     ]
 
 
-def count_scale(largest: float) -> float:
+def round_up_count(largest: float) -> float:
     """Returns an even round number that is not below `largest`."""
     steps = (step * 10.0**power for power in count() for step in COUNT_STEPS)
     return next(step for step in steps if step >= largest)
 
 
-def size_scale(largest: float) -> float:
+def round_up_size(largest: float) -> float:
     """Returns a power of two that is not below `largest` bytes."""
     return float(1 << max(0, int(largest) - 1).bit_length())
 
 
-def _bars(
+def _make_bar_plot(
     key: str,
     title: str,
     series: tuple[PlotSeries, ...],
@@ -176,8 +187,8 @@ def _bars(
     columns = tuple(
         PlotColumn(
             x,
-            f"{fmt.period_start(period.start, report)}: {listed(period)}",
-            tuple(_stacked(x, stack, series, width, top)),
+            f"{fmt.format_period_start(period.start, report)}: {listed(period)}",
+            tuple(_stack_bars(x, stack, series, width, top)),
         )
         for x, (period, stack) in enumerate(zip(periods, stacks, strict=True))
     )
@@ -188,15 +199,15 @@ def _bars(
     return BarPlot(
         key=key,
         title=title,
-        description=f"Bars, one for each {fmt.period(report.width)}. In all: {in_all}.",
+        description=f"Bars, one for each {fmt.format_period(report.width)}. In all: {in_all}.",
         scale=(label(top), label(top / 2), "0"),
         legend=series if len(series) > 1 else (),
         columns=columns,
-        dates=tuple(fmt.period_start(periods[at].start, report) for at in shown),
+        dates=tuple(fmt.format_period_start(periods[at].start, report) for at in shown),
     )
 
 
-def _stacked(
+def _stack_bars(
     x: int, stack: list[float], series: tuple[PlotSeries, ...], width: float, top: float
 ) -> Iterator[PlotBar]:
     below = 0.0

@@ -16,7 +16,7 @@ QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
 MAX_AHEAD = 86_400.0  # seconds that a node's clock may be ahead of ours
 BIN_RATIO = 1.02
-MOST_READING = 10_000  # steps of a node that read through one copy
+MAX_READING_STEPS = 10_000  # steps of a node that read through one copy
 
 
 class WaitStats(msgspec.Struct, frozen=True):
@@ -292,7 +292,7 @@ class ReportSums:
         if outcome.result == "through":
             self.through.steps += 1
             began = node.reading.setdefault(outcome.key, [])
-            if len(began) < MOST_READING:
+            if len(began) < MAX_READING_STEPS:
                 began.append(event.time)
 
     def _add_start(

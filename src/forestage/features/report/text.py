@@ -11,44 +11,47 @@ from forestage.units import format_size
 MAX_ROWS = 10  # of each table
 
 
-def pieces(report: SavingsReport) -> list[OutputBlock]:
+def format_text(report: SavingsReport) -> list[OutputBlock]:
     if report.first is None or report.last is None:
         return [TextLine("There are no events in this time.")]
-    days = [fmt.day(one, report.utc_offset) for one in (report.first, report.last)]
-    starts = fmt.plural(report.total.tried + report.total.excluded, "image start")
-    nodes = fmt.plural(len(report.nodes), "node")
+    days = [fmt.format_day(one, report.utc_offset) for one in (report.first, report.last)]
+    starts = fmt.format_plural(report.total.tried + report.total.excluded, "image start")
+    nodes = fmt.format_plural(len(report.nodes), "node")
     title = f"{' to '.join(dict.fromkeys(days))}: {starts} on {nodes}"
     lines: list[OutputBlock] = [
         TextLine(title, heading=True),
-        NamedValues(tuple(_facts(report)), indent=2),
+        NamedValues(tuple(_list_facts(report)), indent=2),
     ]
-    lines += _table("image", report.images) + _table("user", report.users)
+    lines += _make_table("image", report.images) + _make_table("user", report.users)
     if len(report.partitions) > 1:
-        lines += _table("partition", report.partitions)
-    lines += _table("node", report.nodes)
+        lines += _make_table("partition", report.partitions)
+    lines += _make_table("node", report.nodes)
     return [*lines, TextLine(""), TextLine("The whole report: forestage report -o report.html")]
 
 
-def _facts(report: SavingsReport) -> Iterator[tuple[str, str]]:
+def _list_facts(report: SavingsReport) -> Iterator[tuple[str, str]]:
     total, found, through = report.total, report.all, report.through
     kept_off = format_size(sum(report.kept_off.values()))
-    measured = f"{fmt.number(found.measured)} of {fmt.plural(found.local, 'start')} from a copy"
-    yield "saved", f"{fmt.duration(found.saved)}, summed over nodes; measured: {measured}"
-    yield "hit ratio", f"{fmt.share(report.hit_ratio)}, {total.hit} of {total.tried} starts"
+    starts = fmt.format_plural(found.local, "start")
+    measured = f"{fmt.format_number(found.measured)} of {starts} from a copy"
+    yield "saved", f"{fmt.format_seconds(found.saved)}, summed over nodes; measured: {measured}"
+    yield "hit ratio", f"{fmt.format_share(report.hit_ratio)}, {total.hit} of {total.tried} starts"
     yield "kept off", f"{kept_off} of the shared file system; {format_size(total.read)} were copied"
-    most, median = fmt.duration(report.waits.most), fmt.duration(report.waits.median)
+    most, median = fmt.format_seconds(report.waits.most), fmt.format_seconds(report.waits.median)
     yield "waits", f"95 of 100 starts at most {most}, half of them {median}"
     cold = (
         f"{total.through} read through, {total.waited} had their copy, {total.shared} read the path"
     )
-    yield "not there", f"{fmt.plural(total.cold, 'start')}: {cold}"
+    yield "not there", f"{fmt.format_plural(total.cold, 'start')}: {cold}"
     if through.steps:
         read = f"read {format_size(through.straight)} of {format_size(through.read)}"
         facts = [f"{read} from the source"]
         if through.ahead is not None:  # of a copy that was completed
             began = "half began" if through.steps > 1 else "began"
-            facts.insert(0, f"{began} {fmt.duration(through.ahead)} before the copy was complete")
-        yield "through", f"{fmt.plural(through.steps, 'step')}: {'; '.join(facts)}"
+            facts.insert(
+                0, f"{began} {fmt.format_seconds(through.ahead)} before the copy was complete"
+            )
+        yield "through", f"{fmt.format_plural(through.steps, 'step')}: {'; '.join(facts)}"
     if copied := sum(report.ahead.copied.values()):
         source = format_size(report.ahead.copied["source"])
         used, unused = (sum(one.values()) for one in (report.ahead.used, report.ahead.unused))
@@ -63,26 +66,26 @@ def _facts(report: SavingsReport) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(f"{reason} {count}" for reason, count in counts.items())
 
 
-def _table(name: str, found: Sequence[GroupFigures]) -> list[OutputBlock]:
+def _make_table(name: str, found: Sequence[GroupFigures]) -> list[OutputBlock]:
     if not found:
         return []
-    rows = [{name: one.name, **_cells(one)} for one in found[:MAX_ROWS]]
+    rows = [{name: one.name, **_format_cells(one)} for one in found[:MAX_ROWS]]
     table = TextTable(tuple(rows[0]), [tuple(row.values()) for row in rows], indent=2)
     more = len(found) - MAX_ROWS
     return [TextLine(""), table, *([TextLine(f"and {more} more", 2)] if more > 0 else [])]
 
 
-def _cells(one: GroupFigures) -> dict[str, str]:
+def _format_cells(one: GroupFigures) -> dict[str, str]:
     cells = {
-        "starts": fmt.number(one.starts),
-        "hits": fmt.number(one.hits),
+        "starts": fmt.format_number(one.starts),
+        "hits": fmt.format_number(one.hits),
         "kept off": format_size(one.kept_off),
     }
     if not isinstance(one, NodeFigures):
-        return {**cells, "saved": fmt.duration(one.saved)}
+        return {**cells, "saved": fmt.format_seconds(one.saved)}
     return {
         **cells,
-        "copies at": fmt.rate(one.rate),
-        "95% wait": fmt.duration(one.waits.most),
-        "failures": fmt.number(one.failed),
+        "copies at": fmt.format_rate(one.rate),
+        "95% wait": fmt.format_seconds(one.waits.most),
+        "failures": fmt.format_number(one.failed),
     }

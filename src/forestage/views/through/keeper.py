@@ -55,7 +55,7 @@ def start_keeper(task: CopyTask, wait: bool = True) -> Path:
     spot = task.node.places.through / task.key
     folders.ensure_directory_with_mode(spot.parent)
     folders.ensure_directory_with_mode(spot)
-    trace.point("keeper place")
+    trace.reach_point("keeper place")
     if is_listening(spot / "sock"):
         return spot / "sock"
     if child.is_in_job_namespace():  # others may come to read, and it would take them with it

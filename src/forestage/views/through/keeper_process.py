@@ -198,7 +198,7 @@ class Keeper:
 
     def _say_of_server(self, who: str, error: BaseException | None) -> None:
         path = self.served.image.path
-        log.say(f"{who} image={path} result=failed detail={error!r}", by_slurm=True)
+        log.write_log_line(f"{who} image={path} result=failed detail={error!r}", by_slurm=True)
 
     def _reap(self) -> bool:
         """Notes which servers have ended; True once one said that no mount is left."""
@@ -276,7 +276,9 @@ class Keeper:
 
     def _say_of_stager(self, result: str, detail: str) -> None:
         about = f"job={self.task.job.id} image={events.quote_field(self.task.image.path)}"
-        log.say(f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True)
+        log.write_log_line(
+            f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True
+        )
 
     # Tasks
 

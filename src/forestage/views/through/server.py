@@ -271,9 +271,13 @@ class ReadServer:
         key = self.served.image.key
         try:
             self.local.evict_spoilt()
-            log.say(f"through key={key} result=evicted detail='it cannot be read'", by_slurm=True)
+            log.write_log_line(
+                f"through key={key} result=evicted detail='it cannot be read'", by_slurm=True
+            )
         except (Failed, OSError) as error:
-            log.say(f"through key={key} result=failed detail={str(error)!r}", by_slurm=True)
+            log.write_log_line(
+                f"through key={key} result=failed detail={str(error)!r}", by_slurm=True
+            )
 
     def _read_source(self) -> None:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
@@ -521,5 +525,5 @@ def _run_or_exit(work: Callable[[], None]) -> None:
         ended = True
     finally:
         if not ended:
-            log.say(f"through result=failed detail={sys.exc_info()[1]!r}", by_slurm=True)
+            log.write_log_line(f"through result=failed detail={sys.exc_info()[1]!r}", by_slurm=True)
             os._exit(1)

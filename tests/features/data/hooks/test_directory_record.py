@@ -24,7 +24,7 @@ from node import ALICE, Node
 def dirs(node: Node, tmp_path: Path) -> Iterator[Dirs]:
     with jobdir.made(node, tmp_path / "disk") as made:
         yield made
-        job_dir.end(node.cache, 7)
+        job_dir.remove_job_dirs(node.cache, 7)
 
 
 def file_of(dirs: Dirs) -> Path:
@@ -37,7 +37,7 @@ def record(dirs: Dirs) -> list[str]:
 
 def own(dirs: Dirs) -> list[LineFields]:
     """The lines that a step gets for its directory alone."""
-    line = job_dir.shown(dirs.on, dirs.job(7, "")).line
+    line = job_dir.prepare_mount_for_step(dirs.on, dirs.job(7, "")).line
     return [("env", "FORESTAGE_DIR", str(dirs.node.places.job_dir)), line]
 
 
@@ -96,7 +96,7 @@ def test_step_writes_a_missing_directory_record_on_a_switched_off_node(dirs: Dir
     file_of(dirs).unlink()
     off = Declined("disabled", "INC-1")
     asked = dirs.job(7, "", SLURM_STEP_ID="0")
-    shown = data.show(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), off)
+    shown = data.show_job_data(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), off)
     assert shown.lines == own(dirs)
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
 

@@ -89,12 +89,14 @@ def test_job_directory_is_recreated_for_another_job_with_the_same_number(dirs: D
             assert dirs.node.lease(7) is None
             assert list(dirs.node.cache.jobs.iterdir()) == []
         asked = dirs.job(7, "stage-dir=64M", user, **begin)
-        assert data.begin(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), None) == []
+        assert (
+            data.start_job_data(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), None) == []
+        )
         with dirs.seen(7, user) as at:
             assert (at / "file").exists() is is_same
             (at / "file").touch()
     other = job_dir.JobDirectory(dirs.node.cache.jobs / "7.0")
-    assert job_dir.find(dirs.on, dirs.job(7, "", ALICE)) is None
+    assert job_dir.find_job_dir(dirs.on, dirs.job(7, "", ALICE)) is None
     made = other.made()
     assert made is not None
     assert (made.uid, made.start) == (BOB.uid, 200)
@@ -333,9 +335,9 @@ def test_declined_job_directory_clears_the_variables_inherited_from_another_job(
         dirs.on.cache.root.chmod(0o777)
     asked = dirs.job(7, comment + " stage=off" * (why == "off"))
     limit = HookDeadlines.of(Clock(), 60.0, None)
-    (outcome,) = data.begin(dirs.on, asked, limit, refusal)
+    (outcome,) = data.start_job_data(dirs.on, asked, limit, refusal)
     assert outcome.result in ("declined", "failed")
-    shown = data.show(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)
+    shown = data.show_job_data(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)
     assert shown.lines == [NONE, ("env", "CACHE")]
     assert [one.request for one in shown.outcomes] == ["stage-dir", f"{dirs.source}/set@seed:CACHE"]
 
@@ -425,7 +427,7 @@ def test_sweep_removes_the_job_directory_of_a_job_without_a_lease(dirs: Dirs) ->
     dirs.node.leases.drop(7)
     assert swept(dirs, dry_run=True) == ("7.0", "8.0")
     assert dirs.taken().number == 2
-    assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
+    assert job_dir.remove_leftovers(dirs.node.cache, dirs.node.leases) == ("7.0",)
     until(lambda: len(dirs.devices()) == 1, "the device to go")
     with dirs.seen(8):
         pass
@@ -539,7 +541,7 @@ def test_job_directory_is_found_after_the_configured_cache_changes(dirs: Dirs) -
     dirs.prolog(7, "stage-dir=32M")
     other = Cache(dirs.node.nvme / "other")
     moved = msgspec.structs.replace(dirs.on, cache=other)
-    assert job_dir.find(moved, dirs.job(7, "")) is not None
+    assert job_dir.find_job_dir(moved, dirs.job(7, "")) is not None
 
 
 def test_step_reports_the_error_if_the_job_directory_has_no_loop_device(
@@ -574,7 +576,7 @@ def test_sweep_removes_the_job_directory_if_the_epilog_did_not_get_the_space_loc
     dirs.prolog(7, "stage-dir=32M")
     with lock.held(dirs.node.cache.space_lock, 0):
         assert dirs.node.epilog(7).said == ("failed", "busy")
-    assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("7.0",)
+    assert job_dir.remove_leftovers(dirs.node.cache, dirs.node.leases) == ("7.0",)
     until(lambda: not dirs.devices(), "the device to go")
 
 
@@ -601,7 +603,7 @@ def test_epilog_removes_a_job_directory_of_20000_files_with_fewer_than_20_unlink
 def test_epilog_of_an_image_job_does_not_call_the_job_directorys_removal(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_dir, "end", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(job_dir, "remove_job_dirs", lambda *_: pytest.fail("looked"))
     path = dirs.node.put("alice/image.sqsh", content())
     dirs.node.prolog(7, path)
     assert dirs.node.epilog(7).said == ("released", "")

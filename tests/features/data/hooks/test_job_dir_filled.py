@@ -264,7 +264,7 @@ def test_step_that_waits_for_a_job_directory_copy_reports_progress(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, heard = dirs.source / "gate", list[str]()
-    real = fill._way
+    real = fill._choose_method
 
     def slow(order: fill._FillTask, source: int) -> fill._CopyMethod:
         until(gate.exists, "the gate")
@@ -276,7 +276,7 @@ def test_step_that_waits_for_a_job_directory_copy_reports_progress(
 
     (dirs.source / "plain").write_bytes(b"x")
     monkeypatch.setattr(as_user, "_IDLE", 0.01)
-    monkeypatch.setattr(fill, "_way", slow)
+    monkeypatch.setattr(fill, "_choose_method", slow)
     begun(dirs, f"{dirs.source}/plain@job")
     shown = dirs.step(7, progress=progress)
     assert [one.result for one in shown.outcomes] == ["copied"]
@@ -569,7 +569,7 @@ CONFINED_ALONE = """
 import os, sys
 from forestage.system.as_user import User
 from forestage.features.data import copy_in
-copy_in.load()
+copy_in.preload_modules()
 known = set(sys.modules)
 copy_in.confine(os.open(sys.argv[1], os.O_RDONLY), User("alice", 65534, 65534, (65534,)))
 sys.exit(f"loaded later: {set(sys.modules) - known}" if set(sys.modules) - known else 0)
@@ -588,13 +588,13 @@ def test_tree_copy_into_the_job_directory_runs_confined_as_the_user(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")
-    real = copy_in.tree
+    real = copy_in.copy_tree
 
-    def looked(source: int, still: copy_in.Still) -> int:
+    def looked(source: int, still: copy_in.TimeCheck) -> int:
         must_be_confined()
         return real(source, still)
 
-    monkeypatch.setattr(copy_in, "tree", looked)
+    monkeypatch.setattr(copy_in, "copy_tree", looked)
     assert told(dirs) == [("copied", "")]
 
 
@@ -604,13 +604,13 @@ def test_killed_copier_is_declined_and_the_next_step_copies_again(
     top = tree(dirs)
     begun(dirs, f"{top}@job")
 
-    def dies(source: int, still: copy_in.Still) -> int:
+    def dies(source: int, still: copy_in.TimeCheck) -> int:
         Path("/half").write_text("x")
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy_in, "tree", dies)
+        patch.setattr(copy_in, "copy_tree", dies)
         assert told(dirs) == [("declined", "not-put")]
     with dirs.seen(7) as at:
         assert left(at) == []  # half a copy takes no room, nor memory
@@ -624,18 +624,18 @@ def test_copier_completes_after_its_waiting_step_was_killed(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun(dirs, f"{tree(dirs)}@job")
-    real = copy_in.tree
+    real = copy_in.copy_tree
     go, here = tmp_path / "go", tmp_path / "here"
     os.mkfifo(go)
     waiting = os.open(go, os.O_RDWR)
     come = os.open(here, os.O_WRONLY | os.O_CREAT, 0o666)
 
-    def slow(source: int, still: copy_in.Still) -> int:
+    def slow(source: int, still: copy_in.TimeCheck) -> int:
         os.write(come, b"x")
         os.read(waiting, 1)
         return real(source, still)
 
-    monkeypatch.setattr(copy_in, "tree", slow)
+    monkeypatch.setattr(copy_in, "copy_tree", slow)
     monkeypatch.setattr(
         child, "close_descriptors_except", lambda keep: None
     )  # the pipe is the test's

@@ -30,7 +30,7 @@ def dirs(node: Node, tmp_path: Path) -> Iterator[Dirs]:
         os.chown(made.source, ALICE.uid, ALICE.gid)
         yield made
         for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
-            job_dir.end(node.cache, int(job))
+            job_dir.remove_job_dirs(node.cache, int(job))
         until(lambda: holders(made) == [], "the end of all holders")
 
 
@@ -103,7 +103,7 @@ def test_concurrent_first_steps_start_one_holder_process_of_the_memory_directory
 
     def life() -> None:
         at_once.wait()
-        job_dir.shown(dirs.on, dirs.job(7, ""))
+        job_dir.prepare_mount_for_step(dirs.on, dirs.job(7, ""))
 
     steps = [_fork.Process(target=life) for _ in range(6)]
     for step in steps:
@@ -119,7 +119,7 @@ def test_memory_directory_holder_gives_each_of_many_tasks_a_clone_of_the_mount(
 ) -> None:
     monkeypatch.setattr("forestage.system.holder.MOST", 2)
     dirs.prolog(7, "stage-dir=32M,ram")
-    name = Path(job_dir.shown(dirs.on, dirs.job(7, "")).line[1])
+    name = Path(job_dir.prepare_mount_for_step(dirs.on, dirs.job(7, "")).line[1])
     for _ in range(50):
         os.close(fetch_mount_clone(name, "job-dir"))
 
@@ -202,7 +202,7 @@ def test_memory_job_directory_without_a_job_limit_may_have_half_of_the_available
     monkeypatch.setattr(child, "read_job_memory_limit", lambda pid: None)
     dirs.prolog(7, "stage-dir=1000000G,ram")
     assert "half of what this node has available" in why(dirs)
-    monkeypatch.setattr(job_ram, "_available", lambda: 64 * MIB)
+    monkeypatch.setattr(job_ram, "_read_available_bytes", lambda: 64 * MIB)
     dirs.prolog(8, "stage-dir=33M,ram")
     assert "half of what this node has available" in why(dirs, 8)
     dirs.prolog(9, "stage-dir=32M,ram")
@@ -277,7 +277,7 @@ def test_epilog_stops_the_holder_and_the_sweep_does_if_the_epilog_did_not_run(di
     dirs.node.epilog(7)
     assert len(holders(dirs)) == 1
     dirs.node.leases.drop(8)
-    assert job_dir.sweep(dirs.node.cache, dirs.node.leases) == ("8.0",)
+    assert job_dir.remove_leftovers(dirs.node.cache, dirs.node.leases) == ("8.0",)
     assert holders(dirs) == []
     assert not list(dirs.node.cache.jobs.iterdir())
 
@@ -287,7 +287,7 @@ def test_epilog_before_the_first_step_removes_the_memory_job_directory(dirs: Dir
     assert dirs.node.epilog(7).said == ("released", "")
     assert not list(dirs.node.cache.jobs.iterdir())
     with pytest.raises(Declined, match="no directory of its own"):
-        job_dir.shown(dirs.on, dirs.job(7, ""))
+        job_dir.prepare_mount_for_step(dirs.on, dirs.job(7, ""))
 
 
 def test_memory_directory_holder_exits_once_its_lock_file_is_deleted(

@@ -277,8 +277,8 @@ def test_squashfuse_has_an_oom_score_adj_of_0_whatever_its_parent_has(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any machine's root may have more, not all less.
-    mine = msgspec.structs.replace(serving.SERVER, oom_score_adj=300)
-    monkeypatch.setattr(serving, "SERVER", mine)
+    mine = msgspec.structs.replace(serving.SERVER_SPEC, oom_score_adj=300)
+    monkeypatch.setattr(serving, "SERVER_SPEC", mine)
     mounting.staged(1)
     mounting.show(mounting.socket(1))
     adjusted = [
@@ -344,7 +344,7 @@ def test_squashfuse_stopped_by_its_user_is_killed_at_the_steps_end(mounting: Mou
     os.kill(mounting.processes()["program"], signal.SIGSTOP)
     mounting.manager.end()
     mounting.ended()
-    assert serving._living(mounting.node.places.served) == []
+    assert serving._list_live_servers(mounting.node.places.served) == []
 
 
 @pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
@@ -368,7 +368,7 @@ def test_squashfuse_program_without_the_uid_option_is_not_chosen(
         one.write_text(f"#!/bin/sh\necho '{help}' >&2; exit 1\n")
         one.chmod(0o755)
     monkeypatch.setattr(serving, "PROGRAMS", tuple(map(str, programs)))
-    assert Path(serving._program()).name == chosen
+    assert Path(serving._find_program()).name == chosen
 
 
 def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
@@ -387,11 +387,11 @@ def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
     try:
         mounting.manager.end()
         until(lambda: len([*mounting.node.places.served.iterdir()]) == 1, "the end of the socket")
-        assert len(serving._living(mounting.node.places.served)) == 1
+        assert len(serving._list_live_servers(mounting.node.places.served)) == 1
     finally:
         state.write_text("THAWED")
     mounting.ended()
-    assert serving._living(mounting.node.places.served) == []
+    assert serving._list_live_servers(mounting.node.places.served) == []
 
 
 def test_files_owner_cannot_write_to_the_copy_through_squashfuses_descriptors(
@@ -439,7 +439,7 @@ def test_reader_gets_enotconn_after_squashfuse_was_killed_and_the_next_step_moun
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = mounting.node.places.root / "log"
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.write_text(line))
+    monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.write_text(line))
     mounting.staged(1)
     name = mounting.socket(1)
     shown = mounting.show(name)
@@ -497,7 +497,7 @@ def test_squashfs_is_mounted_through_its_keeper_while_its_copy_runs(
     job = mounting.job(1)
     with serving.SquashfsSource() as content:
         content.through = through.sock
-        name = serving.start(mounting.node.places.served, job, 1, content)
+        name = serving.start_server(mounting.node.places.served, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
     mounting.manager.end()
@@ -513,7 +513,7 @@ def test_private_squashfs_is_mounted_only_for_a_user_with_read_access(
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
     with serving.SquashfsSource() as content:
         content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
-        name = serving.start(mounting.node.places.served, mounting.job(2, BOB), 1, content)
+        name = serving.start_server(mounting.node.places.served, mounting.job(2, BOB), 1, content)
     said, fds = mounting.ask(name)
     assert (said[:3], "Permission denied" in said, fds) == ("no ", True, [])
 
@@ -550,10 +550,15 @@ def test_mount_of_a_file_that_is_no_squashfs_is_refused_with_the_reason(
     [
         (serving, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
         (fuse, "DEVICE", "/dev/none", "this node has no /dev/none"),
-        (serving, "MOST", 0, "0 files of this user and 0 of all are mounted on this node"),
-        (serving, "MOST_OF_USER", 0, "0 files of this user and 0 of all are mounted on this node"),
-        (serving, "SERVERS", 0, "steps on this node have 0 files mounted"),
-        (serving, "SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
+        (serving, "MAX_FILES", 0, "0 files of this user and 0 of all are mounted on this node"),
+        (
+            serving,
+            "MAX_FILES_OF_USER",
+            0,
+            "0 files of this user and 0 of all are mounted on this node",
+        ),
+        (serving, "MAX_SERVERS", 0, "steps on this node have 0 files mounted"),
+        (serving, "MAX_SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
     ],
 )
 def test_step_reports_why_the_node_cannot_mount_a_squashfs(
@@ -574,7 +579,7 @@ def test_mounted_squashfs_counts_once_to_the_users_limit_for_all_steps_of_a_job(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """17 packed jobs with one environment have 34 servers: batch scripts are steps as well."""
-    monkeypatch.setattr(serving, "MOST_OF_USER", 1)
+    monkeypatch.setattr(serving, "MAX_FILES_OF_USER", 1)
     mounting.staged(1)
     with connected(mounting.socket(1)), connected(mounting.socket(1)):
         mounting.staged(2)
@@ -590,7 +595,7 @@ def test_each_step_reports_a_missing_mount_unless_user_messages_is_none(
     mounting.node.configure(redirect="spank", user_messages=messages)
     mounting.staged(1)
     mounting.socket(1) if messages != "all" else mounting.step(1)
-    monkeypatch.setattr(serving, "MOST", 0)
+    monkeypatch.setattr(serving, "MAX_FILES", 0)
     elsewhere = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_STEP_NODELIST": "n[0-1]"}
     for environ in ({}, {}, elsewhere):
         said = [line for line in mounting.step(1, **environ) if line[0] == "say"]
@@ -694,7 +699,7 @@ def test_step_line_with_a_control_character_is_left_out(
 ) -> None:
     mounting.staged(1)
     lines = [("env", "A", "x\ty"), ("env", "B", "y")]
-    monkeypatch.setattr(data, "show", lambda *_: data.StepPart(lines, []))
+    monkeypatch.setattr(data, "show_job_data", lambda *_: data.StepPart(lines, []))
     assert (mounting.step(1), mounting.variables) == ([["leave", "no-image"]], {"B": "y"})
 
 

@@ -86,19 +86,19 @@ def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
 
 def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[RequestOutcome]:
     limit = HookDeadlines.of(Clock(), 600.0, None)
-    return data.begin(ready(node, job), as_job(node, job, comment, user), limit, None)
+    return data.start_job_data(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
 def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.StepPart:
     limit = HookDeadlines.of(Clock(), 600.0, wait)
-    return data.show(ready(node, job), as_job(node, job, "", user), limit, None)
+    return data.show_job_data(ready(node, job), as_job(node, job, "", user), limit, None)
 
 
 def settled(node: Node, job: int, path: Path) -> DirectoryCopyState:
     """How the directory stands once its process has ended."""
 
     def found() -> DirectoryCopyState | None:
-        one = wanted.read(node.leases, job).trees.get(str(path) + "/")
+        one = wanted.read_job_data(node.leases, job).trees.get(str(path) + "/")
         return one if one and one.state in ("ready", "declined") else None
 
     return until(found, "the tree")  # type: ignore[return-value]
@@ -265,8 +265,8 @@ def test_directory_entry_is_declined_for_a_user_without_access_to_each_file(span
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-permission")
     # Not by the other job's entry either, should the record say so.
     with lock.held(spank.cache.space_lock, 5):
-        noted = wanted.read(spank.leases, 2)
-        trees = {str(path) + "/": wanted.read(spank.leases, 1).trees[str(path) + "/"]}
+        noted = wanted.read_job_data(spank.leases, 2)
+        trees = {str(path) + "/": wanted.read_job_data(spank.leases, 1).trees[str(path) + "/"]}
         spank.leases.note(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
     assert show(spank, 2, BOB).lines == []
 
@@ -320,7 +320,7 @@ def test_directory_with_a_file_of_petabytes_is_declined_before_its_layout_is_com
 ) -> None:
     path = fill(spank)
     os.truncate(spank.server / "alice/set/empty", size)
-    monkeypatch.setattr(erofs, "layout", lambda *_: pytest.fail("has been laid out"))
+    monkeypatch.setattr(erofs, "compute_layout", lambda *_: pytest.fail("has been laid out"))
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "too-large")
     assert spank.entries() == set()
@@ -390,7 +390,7 @@ def test_directory_above_the_jobs_working_directory_is_not_mounted_over(spank: N
     path = spank.shared
     staged(spank, 1, path / "alice/set")
     job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
-    shown = data.show(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
+    shown = data.show_job_data(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
 
 
@@ -398,7 +398,7 @@ def test_directory_that_changes_while_it_is_copied_makes_no_entry(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(file_readers, "read_into", lambda: (spank.server / "alice/set/late").touch())
+    before(file_readers, "read_file_into", lambda: (spank.server / "alice/set/late").touch())
     found = staged(spank, 1, path)
     assert (found.state, found.reason) == ("declined", "changed")
     assert spank.entries() == set()
@@ -522,13 +522,15 @@ def test_step_that_waits_reports_whether_the_directory_is_scanned_or_copied(
     there, here = os.pipe()
 
     def bring(node: Bare, job: Job, path: str, stop: object) -> DirectoryCopyState:
-        wanted.note_tree(node, job, path, DirectoryCopyState(state, key, path))
+        wanted.record_directory_state(node, job, path, DirectoryCopyState(state, key, path))
         os.read(there, 1)
         return DirectoryCopyState("declined", reason="io", detail="enough")
 
-    monkeypatch.setattr(directory, "_bring", bring)
+    monkeypatch.setattr(directory, "_scan_and_copy", bring)
     begin(spank, 1, f"stage={path}/")
-    until(lambda: wanted.read(spank.leases, 1).trees[f"{path}/"].state == state, "the state")
+    until(
+        lambda: wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == state, "the state"
+    )
     heard: list[str] = []
 
     def progress(line: Callable[[], str]) -> None:
@@ -537,7 +539,7 @@ def test_step_that_waits_reports_whether_the_directory_is_scanned_or_copied(
             os.write(here, b".")
 
     limit = msgspec.structs.replace(HookDeadlines.of(Clock(), 600.0, 600.0), progress=progress)
-    shown = data.show(ready(spank, 1), as_job(spank, 1, ""), limit, None)
+    shown = data.show_job_data(ready(spank, 1), as_job(spank, 1, ""), limit, None)
     assert shown.outcomes[0].reason == "io"
     words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
     assert all(line.startswith("waiting for") for line in heard)
@@ -551,7 +553,9 @@ def test_step_does_not_wait_for_a_killed_process_that_stages_a_directory(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
-    monkeypatch.setattr(directory, "_bring", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(
+        directory, "_scan_and_copy", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
     begin(spank, 1, f"stage={path}/")
     shown = show(spank, 1, wait=600.0)  # the test would not
     assert (shown.lines, shown.outcomes[0].reason) == ([], "helper")
@@ -562,7 +566,7 @@ def test_directory_process_of_an_earlier_run_writes_nothing_into_the_requeued_jo
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, gate = fill(spank), spank.nvme / "gate"
-    real, said = directory._bring, directory._note_end
+    real, said = directory._scan_and_copy, directory._copy_and_record
 
     def late(node: Bare, job: Job, *rest: object) -> DirectoryCopyState:
         if job.restart == 0:
@@ -574,18 +578,18 @@ def test_directory_process_of_an_earlier_run_writes_nothing_into_the_requeued_jo
         said(node, job, *rest)  # type: ignore[arg-type]
         (spank.nvme / f"ended{job.restart}").touch()
 
-    monkeypatch.setattr(directory, "_bring", late)
-    monkeypatch.setattr(directory, "_note_end", ended)
+    monkeypatch.setattr(directory, "_scan_and_copy", late)
+    monkeypatch.setattr(directory, "_copy_and_record", ended)
     begin(spank, 1, f"stage={path}/")
     job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
-    data.begin(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
+    data.start_job_data(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
     assert settled(spank, 1, path).state == "ready"
     gate.touch()
     until((spank.nvme / "ended0").exists, "the earlier run's process")
     assert settled(spank, 1, path).state == "ready"
     # Nor does it take a lease for it.
     with pytest.raises(directory.Declined, match="over"):
-        directory._lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
+        directory._add_to_lease(ready(spank, 1), as_job(spank, 1, ""), "0" * 32)
 
 
 def test_max_image_size_limits_directories_too(spank: Node) -> None:
@@ -602,7 +606,7 @@ def test_step_that_does_not_wait_for_a_directory_keeps_the_shared_path(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fill(spank)
-    monkeypatch.setattr(directory, "_bring", lambda *_: DirectoryCopyState("looking"))
+    monkeypatch.setattr(directory, "_scan_and_copy", lambda *_: DirectoryCopyState("looking"))
     begin(spank, 1, f"stage={path}/")
     shown = show(spank, 1)
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
@@ -612,7 +616,7 @@ def test_directory_of_a_job_without_a_lease_is_not_staged(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(directory, "_lease", lambda: spank.leases.drop(1))
+    before(directory, "_add_to_lease", lambda: spank.leases.drop(1))
     begin(spank, 1, f"stage={path}/")
     until(lambda: not spank.leases.file(1).exists(), "the lease to go")
     assert spank.entries() == set()
@@ -623,25 +627,28 @@ def test_directories_of_one_user_are_staged_in_turn_while_another_users_proceeds
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes root's memory for all its names, whatever job it is of."""
-    monkeypatch.setattr(directory, "OF_USER", 1)
-    monkeypatch.setattr(directory, "PLACES", 2)
-    monkeypatch.setattr(directory, "PLACE", 0.01)
+    monkeypatch.setattr(directory, "MAX_OF_USER", 1)
+    monkeypatch.setattr(directory, "MAX_AT_ONCE", 2)
+    monkeypatch.setattr(directory, "SLOT_INTERVAL", 0.01)
     path, others = fill(spank), fill(spank, "bob/set", BOB)
     spank.cache.prepare(require_mount=False)
     with lock.held(spank.cache.locks / f"trees-{ALICE.uid}.0.lock", 5):
         begin(spank, 1, f"stage={path}/")
         begin(spank, 2, f"stage={path}/")
         assert staged(spank, 3, others, BOB).state == "ready"
-        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        assert wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
         spank.epilog(2)
-        until(lambda: lock.is_free(directory._life(ready(spank, 2), 2, 0, f"{path}/")), "its end")
+        until(
+            lambda: lock.is_free(directory._process_lock(ready(spank, 2), 2, 0, f"{path}/")),
+            "its end",
+        )
     assert settled(spank, 1, path).state == "ready"
 
 
 def test_step_scans_of_one_user_run_in_turn_and_do_not_block_another_user(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "OF_USER", 1)
+    monkeypatch.setattr(directory, "MAX_OF_USER", 1)
     path = fill(spank)
     (spank.server / "alice/set/private").unlink()
     (spank.server / "alice/set/a/sub").chmod(0o755)
@@ -649,7 +656,7 @@ def test_step_scans_of_one_user_run_in_turn_and_do_not_block_another_user(
     assert staged(spank, 2, path, BOB).state == "ready"
     with lock.held(spank.cache.locks / f"looks-{ALICE.uid}.0.lock", 5):
         with monkeypatch.context() as patch:
-            patch.setattr(directory, "LOOK", 0.1)
+            patch.setattr(directory, "SCAN_TIMEOUT", 0.1)
             (outcome,) = show(spank, 1).outcomes
             assert (outcome.result, outcome.reason) == ("declined", "deadline")
         assert show(spank, 2, BOB).outcomes[0].result == "hit"
@@ -665,9 +672,9 @@ def test_scan_that_would_exceed_the_steps_time_is_declined_before_it_starts(
     assert found.files > MANY
     assert found.seconds > 0
     slow = msgspec.structs.replace(found, seconds=1e6)
-    wanted.note_tree(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
+    wanted.record_directory_state(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
     with monkeypatch.context() as patch:
-        patch.setattr(agreement, "now", lambda *_: pytest.fail("looked"))
+        patch.setattr(agreement, "digest_for_step", lambda *_: pytest.fail("looked"))
         (outcome,) = show(spank, 1).outcomes
     assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
     assert f"holds {found.files} files" in outcome.detail
@@ -679,15 +686,15 @@ def test_scan_that_runs_out_of_time_is_declined_as_too_many_files(
 ) -> None:
     path = fill(spank)
     staged(spank, 1, path)
-    real = manifest.take
+    real = manifest.scan_directory
 
     def take(
         root: int, path: str, user: User, most: int, end: Deadline
     ) -> manifest.DirectoryManifest:
-        assert end.left() < directory.LOOK - 1  # who waits for it would give up later
+        assert end.left() < directory.SCAN_TIMEOUT - 1  # who waits for it would give up later
         return real(root, path, user, most, Deadline.after(0, Clock()))
 
-    monkeypatch.setattr(manifest, "take", take)
+    monkeypatch.setattr(manifest, "scan_directory", take)
     (outcome,) = show(spank, 1).outcomes
     assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
     assert "longer to look at than a step has" in outcome.detail
@@ -700,7 +707,7 @@ class Looks:
         self.node, self.count = ready(node, 1), 0
         self.job = as_job(node, 1, "")
         node.cache.prepare(require_mount=False)
-        monkeypatch.setattr(agreement, "_look_now", self._look)
+        monkeypatch.setattr(agreement, "_scan_now", self._look)
 
     def _look(self, *_: object) -> ScanNotice:
         self.count += 1
@@ -708,7 +715,7 @@ class Looks:
 
     def step(self) -> str:
         until_late = Deadline.after(240, self.node.clock)
-        return agreement._look_as_step(self.node, self.job, "/set/", until_late).digest
+        return agreement._scan_as_step(self.node, self.job, "/set/", until_late).digest
 
     @property
     def file(self) -> Path:
@@ -765,15 +772,15 @@ def test_step_ignores_a_scan_record_of_another_boot_or_a_damaged_record(
 def test_directory_waits_if_all_slots_for_staged_directories_are_held(
     spank: Node, monkeypatch: pytest.MonkeyPatch, before: Arrange
 ) -> None:
-    monkeypatch.setattr(directory, "PLACES", 1)
-    monkeypatch.setattr(directory, "PLACE", 0.01)
+    monkeypatch.setattr(directory, "MAX_AT_ONCE", 1)
+    monkeypatch.setattr(directory, "SLOT_INTERVAL", 0.01)
     path, waits = fill(spank), spank.places.root / "waits"
-    before(directory, "_must_be_wanted", waits.touch)
+    before(directory, "_check_wanted", waits.touch)
     spank.cache.prepare(require_mount=False)
     with lock.held(spank.cache.locks / "trees.0.lock", 5):
         begin(spank, 1, f"stage={path}/")
         until(waits.exists, "it to wait")
-        assert wanted.read(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        assert wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
     assert settled(spank, 1, path).state == "ready"
 
 
@@ -794,10 +801,12 @@ def test_step_stops_waiting_for_a_directory_at_its_deadline(
     """A step's wait ends, whatever becomes of the copy."""
     path = fill(spank)
     monkeypatch.setattr(
-        directory, "_bring", lambda *_: DirectoryCopyState("copying", "0" * 32, str(path))
+        directory, "_scan_and_copy", lambda *_: DirectoryCopyState("copying", "0" * 32, str(path))
     )
     begin(spank, 1, f"stage={path}/")
-    with lock.held(directory._life(ready(spank, 1), 1, 0, f"{path}/"), 240.0):  # as if it went on
+    with lock.held(
+        directory._process_lock(ready(spank, 1), 1, 0, f"{path}/"), 240.0
+    ):  # as if it went on
         shown = show(spank, 1, wait=0.01)
     assert (shown.lines, shown.outcomes[0].result) == ([], "started")
 
@@ -815,7 +824,7 @@ def test_directory_above_the_jobs_home_or_working_directory_is_not_mounted_even_
     environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
     environ[own] = str(link if written == "link" else path / "a")
     limit = HookDeadlines.of(Clock(), 600.0, None)
-    shown = data.show(ready(spank, 1), Job.from_environ(environ), limit, None)
+    shown = data.show_job_data(ready(spank, 1), Job.from_environ(environ), limit, None)
     assert shown.lines == []
     (outcome,) = shown.outcomes
     assert outcome.reason == "no-mount"

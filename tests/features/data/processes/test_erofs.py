@@ -143,7 +143,7 @@ def test_erofs_layout_of_any_tree_reads_back_the_same_names_inodes_acls_and_offs
     files = made_of(tree, drawn)
     with_acl = [one for one in files if not one.link and drawn.random() < 0.3]
     acls = {one.path: acl for one in with_acl} if len(acl) > 4 else {}
-    made = erofs.layout(DirectoryManifest("/top", tuple(files)), acls)
+    made = erofs.compute_layout(DirectoryManifest("/top", tuple(files)), acls)
     reader = Reader(made)
     found = sorted(reader.walk(reader.root, b"", reader.root), key=lambda one: one[0].path)
     assert [one for one, _ in found] == [shown(one) for one in files]
@@ -163,12 +163,12 @@ def test_erofs_layout_of_any_tree_reads_back_the_same_names_inodes_acls_and_offs
 
 def test_erofs_layout_is_deterministic_and_depends_on_the_directorys_path() -> None:
     files = (ROOT, ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, 5, 1, 2, 3))
-    assert erofs.layout(DirectoryManifest("/top", files), {}) == erofs.layout(
+    assert erofs.compute_layout(DirectoryManifest("/top", files), {}) == erofs.compute_layout(
         DirectoryManifest("/top", files), {}
     )
-    other = erofs.layout(DirectoryManifest("/other", files), {})
+    other = erofs.compute_layout(DirectoryManifest("/other", files), {})
     assert (
-        other.head != erofs.layout(DirectoryManifest("/top", files), {}).head
+        other.head != erofs.compute_layout(DirectoryManifest("/top", files), {}).head
     )  # each has its own UUID
 
 
@@ -177,7 +177,7 @@ def test_erofs_layout_finds_the_file_of_an_offset() -> None:
     files = [
         ManifestEntry(b"%d" % n, stat.S_IFREG, 0, 0, size, 0, 0, n) for n, size in enumerate(sizes)
     ]
-    made = erofs.layout(DirectoryManifest("/top", (ROOT, *files)), {})
+    made = erofs.compute_layout(DirectoryManifest("/top", (ROOT, *files)), {})
     assert made.numbers == (1, 3, 4)
     assert [made.first(at) for at in made.starts] == [0, 1, 2]
     assert made.first(made.starts[0] - 1) == -1
@@ -190,7 +190,7 @@ def test_erofs_layout_with_a_file_larger_than_the_format_allows_is_declined(size
     """A file of 8 EiB takes its user no more than a truncate(1)."""
     files = (ROOT, ManifestEntry(b"hole", stat.S_IFREG, 0, 0, size, 0, 0, 1))
     with pytest.raises(Declined) as caught:
-        erofs.layout(DirectoryManifest("/top", files), {})
+        erofs.compute_layout(DirectoryManifest("/top", files), {})
     assert caught.value.reason == "too-large"
 
 
@@ -207,8 +207,8 @@ def top(node: Node) -> Path:
 def image(node: Node, top: Path, user: User = ALICE, piece: int = 10_000) -> Path:
     """What a stager writes, in pieces of a size that fits nothing."""
     root, path = manifest.open_root(str(top), user)
-    found = manifest.take(root, path, user, 100_000)
-    made = erofs.layout(found, manifest.acls(root, found, user))
+    found = manifest.scan_directory(root, path, user, 100_000)
+    made = erofs.compute_layout(found, manifest.read_acls(root, found, user))
     opened = DirectorySource(root, found, made, user, 100_000, Clock(), 0.0)
     file = node.places.root / "image"
     with file.open("wb") as out:
@@ -315,7 +315,7 @@ def test_erofs_image_holds_hard_linked_files_once_with_their_link_count(
 def test_erofs_layout_gives_hard_links_one_inode(node: Node) -> None:
     file = ManifestEntry(b"a", stat.S_IFREG | 0o644, 1, 1, BLOCK + 1, 1, 2, 3)
     files = (ROOT, *(msgspec.structs.replace(file, path=name) for name in (b"a", b"b", b"c")))
-    made = erofs.layout(DirectoryManifest("/top", files, links=((3, 1),)), {})
+    made = erofs.compute_layout(DirectoryManifest("/top", files, links=((3, 1),)), {})
     reader = Reader(made)
     numbers = {name: number for name, number, _ in reader.names(BLOCK * 2, 12 * 5 + 6)}
     assert numbers[b"a"] == numbers[b"c"] != numbers[b"b"]

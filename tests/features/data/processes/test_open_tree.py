@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from forestage.clock import Clock
 from forestage.errors import Declined, Failed
 from forestage.features.data import erofs, file_readers, manifest
-from forestage.features.data.file_readers import MANY, OpenDirectory
+from forestage.features.data.file_readers import MAX_REQUEST_PIECES, OpenDirectory
 from forestage.features.data.manifest import ManifestEntry
 from forestage.features.data.open_tree import SMALL, DirectorySource
 from forestage.sources.source import SourceTruncated, SourceUnreadable
@@ -54,8 +54,8 @@ class Top:
         self.trees: list[DirectorySource] = []
 
     def opened(self, looked: float, most: int = 100) -> DirectorySource:
-        found = manifest.take(self.root, self.resolved, self.user, most)
-        made = erofs.layout(found, {})
+        found = manifest.scan_directory(self.root, self.resolved, self.user, most)
+        made = erofs.compute_layout(found, {})
         looked += time.time()
         tree = DirectorySource(self.root, found, made, self.user, most, self.clock, looked)
         self.trees.append(tree)
@@ -95,7 +95,7 @@ def test_opening_a_directory_unchanged_for_long_does_not_scan_again(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = top.opened(HOUR)
-    monkeypatch.setattr(manifest, "take", lambda *_: pytest.fail("looked at once more"))
+    monkeypatch.setattr(manifest, "scan_directory", lambda *_: pytest.fail("looked at once more"))
     source = tree.open()
     assert top.clock.slept == 0
     assert (source.size, source.own) == (tree.made.size, len(tree.made.head))
@@ -108,11 +108,11 @@ def test_directory_source_reads_the_bytes_of_a_file(top: Top) -> None:
 def test_directory_source_reads_each_file_at_its_offset_in_the_image(top: Top) -> None:
     """More than one request of a process takes, and one that a thread of the copy reads itself."""
     (top.path / "folder").mkdir()
-    for number in range(MANY + 10):
+    for number in range(MAX_REQUEST_PIECES + 10):
         (top.path / f"folder/{number}").write_bytes(b"%d" % number * (number % 7))
     for size in (SMALL, SMALL + 1, 3 * SMALL):
         (top.path / str(size)).write_bytes(os.urandom(size))
-    tree = top.opened(HOUR, most=2 * MANY)
+    tree = top.opened(HOUR, most=2 * MAX_REQUEST_PIECES)
     memory = bytearray(tree.made.size)
     tree.read(0, memoryview(memory))
     for start, number in zip(tree.made.starts, tree.made.numbers, strict=True):
@@ -126,14 +126,14 @@ def test_directory_source_raises_the_name_of_an_unreadable_file_and_leaves_the_b
 ) -> None:
     """Other files of the same request may have been read before: their process keeps them."""
     (top.path / "other").write_bytes(b"other")
-    real = file_readers.read_into
+    real = file_readers.read_file_into
 
     def read_into(tree: OpenDirectory, file: ManifestEntry, *more: Any) -> None:
         if file.path == b"other":
             raise OSError(errno.EIO, "unreadable")
         real(tree, file, *more)
 
-    monkeypatch.setattr(file_readers, "read_into", read_into)
+    monkeypatch.setattr(file_readers, "read_file_into", read_into)
     tree = top.opened(HOUR)
     memory = bytearray(tree.made.size)
     with pytest.raises(SourceUnreadable) as caught:
@@ -148,7 +148,7 @@ def test_directory_source_read_fails_if_the_file_reader_process_dies(
     top: Top, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     if when == "meanwhile":
-        monkeypatch.setattr(file_readers, "read_into", lambda *_: os._exit(0))
+        monkeypatch.setattr(file_readers, "read_file_into", lambda *_: os._exit(0))
     tree = top.opened(HOUR)
     if when == "before":
         for reader in tree.readers.all:
@@ -219,8 +219,10 @@ def test_copy_by_another_nodes_scan_checks_all_hard_links_of_the_files_read_agai
     tree, asked = top.opened(HOUR), []
     tree.lent = True
     read(tree)
-    monkeypatch.setattr(manifest, "sample", lambda _: [])
-    monkeypatch.setattr(manifest, "still", lambda _, files, __: bool(asked.extend(files)) or True)
+    monkeypatch.setattr(manifest, "sample_files", lambda _: [])
+    monkeypatch.setattr(
+        manifest, "are_files_unchanged", lambda _, files, __: bool(asked.extend(files)) or True
+    )
     tree.must_be_unchanged()
     assert [one.path for one in asked] == [b"b", b"c", b"file"]
 
@@ -364,13 +366,13 @@ def test_file_written_or_replaced_after_the_scan_is_not_read(top: Top, change: s
 def test_file_truncated_while_it_is_read_raises_source_truncated(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = file_readers.read_into
+    real = file_readers.read_file_into
 
     def read_into(*more: Any) -> None:
         os.truncate(top.path / "file", 3)
         real(*more)
 
-    monkeypatch.setattr(file_readers, "read_into", read_into)
+    monkeypatch.setattr(file_readers, "read_file_into", read_into)
     tree = top.opened(HOUR)
     with pytest.raises(SourceTruncated):
         read(tree)
@@ -380,13 +382,13 @@ def test_file_with_an_open_writer_before_the_read_is_declined_as_written(
     top: Top, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they have written when it is asked again, after the read."""
-    writer, real = (top.path / "file").open("r+b"), file_readers.read_into
+    writer, real = (top.path / "file").open("r+b"), file_readers.read_file_into
 
     def read_into(*more: Any) -> None:
         writer.close()
         real(*more)
 
-    monkeypatch.setattr(file_readers, "read_into", read_into)
+    monkeypatch.setattr(file_readers, "read_file_into", read_into)
     tree = top.opened(HOUR)
     with pytest.raises(Declined) as caught:
         read(tree)

@@ -25,7 +25,7 @@ def top(tmp_path: Path) -> Path:
 def test_thread_has_root_ids_again_after_acting_as_a_user(as_root: None, top: Path) -> None:
     (top / "file").write_bytes(b"x")
     (top / "file").chmod(0o600)
-    with user_threads.acting(ALICE), pytest.raises(PermissionError):
+    with user_threads.with_thread_user(ALICE), pytest.raises(PermissionError):
         (top / "file").read_bytes()
     assert (top / "file").read_bytes() == b"x"
     (top / "new").touch()
@@ -40,7 +40,7 @@ def test_other_threads_keep_root_ids_while_a_thread_acts_as_a_user(
     acts, over = threading.Event(), threading.Event()
 
     def act() -> None:
-        user_threads.act_as(ALICE)
+        user_threads.set_thread_user(ALICE)
         acts.set()
         over.wait(240)
 
@@ -60,7 +60,7 @@ def test_error_of_one_user_thread_is_raised_to_the_caller(me: User, error: Excep
         return number
 
     with pytest.raises(type(error)) as caught:
-        user_threads.each_as(me, range(10_000), work)
+        user_threads.map_as_user(me, range(10_000), work)
     assert caught.value is error
 
 
@@ -70,13 +70,13 @@ def test_user_thread_that_dies_raises_failed_instead_of_blocking(me: User) -> No
         return 1 // (number - 3)
 
     with pytest.raises(Failed, match="thread"):
-        user_threads.each_as(me, range(10_000), work)
+        user_threads.map_as_user(me, range(10_000), work)
 
 
 def test_user_threads_return_results_in_the_order_of_the_items(me: User) -> None:
     work: Callable[[int], int] = lambda number: -number  # noqa: E731
-    assert user_threads.each_as(me, range(500), work) == [-number for number in range(500)]
-    assert user_threads.each_as(me, [], work) == []
+    assert user_threads.map_as_user(me, range(500), work) == [-number for number in range(500)]
+    assert user_threads.map_as_user(me, [], work) == []
 
 
 # --- how many
@@ -84,7 +84,7 @@ def test_user_threads_return_results_in_the_order_of_the_items(me: User) -> None
 
 def test_cpu_bound_work_as_a_user_runs_in_one_thread(me: User) -> None:
     """However much there is: each further one would wait for Python's lock, and hold it up."""
-    done = user_threads.each_as(me, range(10_000), lambda _: threading.get_ident())
+    done = user_threads.map_as_user(me, range(10_000), lambda _: threading.get_ident())
     assert len(set(done)) == 1
 
 
@@ -99,7 +99,7 @@ def test_blocking_work_as_a_user_gets_more_threads(me: User) -> None:
             together.wait()
         return threading.get_ident()
 
-    assert len(set(user_threads.each_as(me, range(1_000), work))) >= 8
+    assert len(set(user_threads.map_as_user(me, range(1_000), work))) >= 8
 
 
 def test_work_as_a_user_completes_with_one_thread_if_no_more_can_be_started(
@@ -114,12 +114,12 @@ def test_work_as_a_user_completes_with_one_thread_if_no_more_can_be_started(
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    assert user_threads.each_as(me, range(30), lambda number: time.sleep(0.001) or number) == [
+    assert user_threads.map_as_user(me, range(30), lambda number: time.sleep(0.001) or number) == [
         *range(30)
     ]
     assert len(started) > 1
     with pytest.raises(Failed, match="no thread"):
-        user_threads.each_as(me, range(3), lambda number: number)
+        user_threads.map_as_user(me, range(3), lambda number: number)
 
 
 @pytest.mark.parametrize(

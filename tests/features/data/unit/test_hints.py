@@ -6,7 +6,7 @@ import pytest
 
 from forestage.errors import Declined
 from forestage.features.data import submitted
-from forestage.features.data.requests import split_list
+from forestage.features.data.requests import split_path_list
 from forestage.slurm.hints import NodeIndex, parse_hints
 
 GIB = 1024**3
@@ -104,9 +104,9 @@ def test_target_that_no_node_mounts_is_declined_at_submission(word: str, why: st
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_stage_list_with_byte_order_mark_and_crlf_lines_is_split(mark: bytes) -> None:
     text = mark + "/a/ü/\r\n# more\r\n\r\n  /b@job \r\n".encode() + b"/\xff"
-    assert split_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
-    assert split_list(mark + b"# /a/\n/b/") == ["/b/"]
-    assert split_list(mark) == [""]
+    assert split_path_list(text) == ["/a/ü/", "", "/b@job", "/\udcff"]
+    assert split_path_list(mark + b"# /a/\n/b/") == ["/b/"]
+    assert split_path_list(mark) == [""]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -115,9 +115,9 @@ def test_stage_list_in_utf_16_or_utf_32_raises_an_error_naming_utf_16(
     encoding: str, text: str
 ) -> None:
     with pytest.raises(ValueError, match="is UTF-16; save it as UTF-8"):
-        split_list(text.encode(encoding))
+        split_path_list(text.encode(encoding))
 
 
 def test_stage_list_with_nul_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="NUL bytes"):
-        split_list(b"/a\0b/\n")
+        split_path_list(b"/a\0b/\n")

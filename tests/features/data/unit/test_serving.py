@@ -47,4 +47,4 @@ def test_limit_of_mounted_squashfs_files_counts_each_file_once_per_job(
     served: list[str], room: bool
 ) -> None:
     with contextlib.nullcontext() if room else pytest.raises(Declined, match="mounted"):
-        serving.must_be_room(served, JOB, inode=5)
+        serving.check_server_limits(served, JOB, inode=5)

@@ -15,10 +15,10 @@ from suites import fixtures_of
 globals().update(fixtures_of("hooks"))
 
 LIMITS = (
-    (auth, "PATIENCE"),
-    (connection, "CONNECT"),
-    (connection, "STALL"),
-    (protocol, "HANDSHAKE"),
+    (auth, "MUNGE_TIMEOUT"),
+    (connection, "CONNECT_TIMEOUT"),
+    (connection, "SILENCE_TIMEOUT"),
+    (protocol, "HANDSHAKE_TIMEOUT"),
 )
 
 
@@ -32,14 +32,14 @@ def patient_with_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths, until there is a connection and a session."""
-    monkeypatch.setattr(connection, "CONNECT", 0.3)
-    monkeypatch.setattr(protocol, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.3)
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.5)
 
 
 def _set_policy(monkeypatch: pytest.MonkeyPatch, **how: float) -> None:
-    policy = with_peers.policy
+    policy = with_peers.make_policy
     monkeypatch.setattr(
-        with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
+        with_peers, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
     )
 
 

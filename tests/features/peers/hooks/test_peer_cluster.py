@@ -31,7 +31,7 @@ from forestage.features.peers.client import PeerClient
 from forestage.features.peers.connection import PeerRequestError
 from forestage.features.peers.known_copies import OtherJobsPeers
 from forestage.features.peers.node_list import PeerNodeList
-from forestage.features.peers.peer_table import sum_of
+from forestage.features.peers.peer_table import make_chunk_set
 from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
 from forestage.features.peers.ring import NodeRing
 from forestage.paths import NodePaths
@@ -61,7 +61,7 @@ def peers(node: Node, tmp_path: Path) -> Iterator[dict[str, Peer]]:
         "key_file": str(made["n2"].places.etc / "peer.key"),
     }
     node.configure(peers=shared)
-    node_list.write(node.places, PeerNodeList(time.time(), dict.fromkeys(NAMES, "")))
+    node_list.write_list(node.places, PeerNodeList(time.time(), dict.fromkeys(NAMES, "")))
     with contextlib.ExitStack() as served:
         for peer in made.values():
             peer.configure(reach="cluster")
@@ -78,7 +78,7 @@ def copied(node: Node, path: Path, nodes: str = "n1") -> CopyOutcome:
 
 
 def sessions(peer: Peer) -> int:
-    given = stats.read(peer.places.peer)
+    given = stats.find_upload_counts(peer.places.peer)
     return given.sessions if given else 0
 
 
@@ -95,7 +95,7 @@ def test_copy_fetches_all_chunks_from_a_node_of_another_job_with_reach_cluster(
     give(peers["n3"], node, path, data())
     found = copied(node, path)
     assert (found.from_peers, found.givers) == (PIECES * CHUNK, ("n3",))
-    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert (known.by, known.outside) == ({"n3": f"{ALL:x}"}, f"{ALL:x}")
     assert known.compared
@@ -115,14 +115,16 @@ def test_peer_service_names_earlier_requesters_of_a_key_to_the_next_node(
     """n4 asked for the image a while ago, and n1 asks nobody else who has it."""
     key = node.identity(path).key
     config = peers["n4"].config.peers
-    prover = auth.prover(config.key_file, NodePaths())
-    asked = known_copies.find(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
+    prover = auth.make_authenticator(config.key_file, NodePaths())
+    asked = known_copies.query_known_copies(config, key, "n4", ("n4",), ("n2", "n3", "n4"), prover)
     assert asked.givers == ()
     give(peers["n4"], node, path, data())
-    node_list.write(node.places, PeerNodeList(time.time(), dict.fromkeys(("n1", "n2", "n3"), "")))
+    node_list.write_list(
+        node.places, PeerNodeList(time.time(), dict.fromkeys(("n1", "n2", "n3"), ""))
+    )
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
-    found = known_copies.find(config, key, "n5", ("n5",), nodes, prover)
+    found = known_copies.query_known_copies(config, key, "n5", ("n5",), nodes, prover)
     assert (found.givers, found.readers, found.follows) == (("n4", "n1"), (), False)
 
 
@@ -131,7 +133,7 @@ def test_first_four_nodes_with_speculative_copies_share_the_reading_and_later_no
 ) -> None:
     monkeypatch.setattr(known_copies, "PATIENCE", HANGS)  # a machine may stand still for a second
     key, config = node.identity(path).key, peers["n4"].config.peers
-    prover = auth.prover(config.key_file, NodePaths())
+    prover = auth.make_authenticator(config.key_file, NodePaths())
     served = ("n2", "n3", "n4")
     # Behind these in the key's ring: nobody asks a node that has no service.
     behind = (
@@ -142,14 +144,14 @@ def test_first_four_nodes_with_speculative_copies_share_the_reading_and_later_no
     a, b, c, d = itertools.islice(behind, 4)
     listed = (*served, a, b, c, d)
     found = [
-        known_copies.find(config, key, me, (me,), listed, prover, ahead=True)
+        known_copies.query_known_copies(config, key, me, (me,), listed, prover, ahead=True)
         for me in ("n2", a, "n4", b, "n3", c)
     ]
     first = ("n2", a, "n4", b)
     assert [one.readers for one in found] == [first[:number] for number in range(4)] + 2 * [first]
     assert [one.follows for one in found] == [False] * 4 + [True] * 2
     assert all(set(one.readers) <= set(one.givers) for one in found)
-    assert known_copies.find(config, key, d, (d,), listed, prover).readers == ()
+    assert known_copies.query_known_copies(config, key, d, (d,), listed, prover).readers == ()
 
 
 @pytest.mark.ci
@@ -170,8 +172,8 @@ def test_copy_asks_no_node_of_another_job_unless_reach_peers_and_node_list_allow
     elif off == "no list":
         node.places.nodes.unlink()
     else:
-        then = time.time() - node_list.GOOD - 60
-        node_list.write(node.places, PeerNodeList(then, dict.fromkeys(NAMES, "")))
+        then = time.time() - node_list.VALID_SECONDS - 60
+        node_list.write_list(node.places, PeerNodeList(then, dict.fromkeys(NAMES, "")))
     assert copied(node, path, nodes).from_peers == 0
     for name, peer in peers.items():
         peer.end()
@@ -199,8 +201,11 @@ def test_peer_service_with_reach_job_gives_other_jobs_no_chunks_and_no_names(
         peer.configure(reach="job")
         peer.start()
     config, key = peers["n2"].config, node.identity(path).key
-    prover = auth.prover(config.peers.key_file, NodePaths())
-    assert known_copies.find(config.peers, key, "n1", ("n1",), NAMES, prover).givers == ()
+    prover = auth.make_authenticator(config.peers.key_file, NodePaths())
+    assert (
+        known_copies.query_known_copies(config.peers, key, "n1", ("n1",), NAMES, prover).givers
+        == ()
+    )
     taker = PeerClient(config, ("n1",), "n1", key, prover, OtherJobsPeers(("n2",)))
     receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     with pytest.raises(PeerRequestError, match="404"):
@@ -213,8 +218,10 @@ def test_switched_off_node_is_not_listed_as_giver_for_other_jobs(
 ) -> None:
     give(peers["n2"], node, path, data())
     config, key = peers["n2"].config, node.identity(path).key
-    find = functools.partial(known_copies.find, config.peers, key, "n1", ("n1",), NAMES)
-    prover = auth.prover(config.peers.key_file, NodePaths())
+    find = functools.partial(
+        known_copies.query_known_copies, config.peers, key, "n1", ("n1",), NAMES
+    )
+    prover = auth.make_authenticator(config.peers.key_file, NodePaths())
     assert find(prover).givers == ("n2",)
     peers["n2"].places.disabled.write_text("INC-42\n")
     assert find(prover).givers == ()
@@ -227,8 +234,11 @@ def test_copy_takes_no_wrong_chunk_from_a_node_of_another_job(
     give(peers["n2"], node, path, bytes(255 - byte for byte in data()))
     found = copied(node, path)
     assert found.from_peers == 0
-    until(lambda: (given := stats.read(peers["n2"].places.peer)) and given.chunks, "a wrong chunk")
-    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    until(
+        lambda: (given := stats.find_upload_counts(peers["n2"].places.peer)) and given.chunks,
+        "a wrong chunk",
+    )
+    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.outside == "0"
 
@@ -239,7 +249,7 @@ def test_chunks_from_another_job_are_given_to_a_third_job_only_after_comparison(
     node: Node, peers: dict[str, Peer], path: Path, compared: bool, given: int
 ) -> None:
     give(peers["n2"], node, path, data())
-    half = sum_of(range(PIECES // 2))
+    half = make_chunk_set(range(PIECES // 2))
     by = {"n2": f"{half:x}", "n9": f"{ALL & ~half:x}"}
     note(peers["n2"], node.identity(path).key, by=by, outside=f"{ALL & ~half:x}", compared=compared)
     assert copied(node, path).from_peers == given * CHUNK
@@ -253,7 +263,7 @@ def test_uncompared_chunks_are_given_to_nodes_of_the_same_job(
     note(peers["n2"], node.identity(path).key, by={"n9": f"{ALL:x}"}, outside=f"{ALL:x}")
     found = copied(node, path, "n[1-2]")
     assert found.from_peers == PIECES * CHUNK
-    known = origins.read(node.cache.entry_dir(node.identity(path).key))
+    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.by == {"n9": f"{ALL:x}"}, "its reader is not who gave it"
 
@@ -270,7 +280,7 @@ def read_wrongly(node: Node, peers: dict[str, Peer], path: Path) -> str:
 
 
 def noticed(peer: Peer, key: str) -> frozenset[str]:
-    return notices.read(peer.places, key)
+    return notices.read_wrong_readers(peer.places, key)
 
 
 @pytest.mark.usefixtures("read_late")
@@ -279,11 +289,14 @@ def test_notice_of_wrong_bytes_is_forwarded_to_the_nodes_that_took_the_readers_c
 ) -> None:
     """n3 took n4's chunks from n2, and n1 finds one of n2's wrong."""
     key = read_wrongly(node, peers, path)
-    config, prover = peers["n3"].config, auth.prover(peers["n3"].config.peers.key_file, NodePaths())
+    config, prover = (
+        peers["n3"].config,
+        auth.make_authenticator(peers["n3"].config.peers.key_file, NodePaths()),
+    )
     taker = PeerClient(config, ("n3",), "n3", key, prover, OtherJobsPeers(("n2",)))
     receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
-    node_list.write(node.places, PeerNodeList(time.time(), {"n1": "", "n2": ""}))
+    node_list.write_list(node.places, PeerNodeList(time.time(), {"n1": "", "n2": ""}))
     assert copied(node, path).from_peers == 0
     until(lambda: noticed(peers["n2"], key) == noticed(peers["n3"], key) == {"n4"}, "notices")
     with pytest.raises(PeerRequestError, match="404"):
@@ -299,9 +312,9 @@ def test_sweep_evicts_an_entry_with_a_notice_of_wrong_bytes_by_its_reader(
     give(node, node, path, data())
     os.chown(node.cache.image(key), ALICE.uid, ALICE.gid)  # nothing else is wrong with it
     note(node, key, by={"n4": "1"}, outside="1", compared=True)
-    notices.note(node.places, key, reader)
+    notices.record_notice(node.places, key, reader)
     here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
     assert done.problems == ()
     assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)
-    assert notices.read(node.places, key) == frozenset()
+    assert notices.read_wrong_readers(node.places, key) == frozenset()

@@ -191,7 +191,7 @@ def test_peer_that_stops_sending_is_treated_as_silent(
     monkeypatch: pytest.MonkeyPatch,
     how: Callable[[socket.socket, Reply], None],
 ) -> None:
-    monkeypatch.setattr(connection, "STALL", 0.2)
+    monkeypatch.setattr(connection, "SILENCE_TIMEOUT", 0.2)
     assert why(client_of(fake(how).port)) == "silent"
 
 
@@ -205,12 +205,12 @@ def test_peer_that_sends_single_bytes_is_treated_as_slow(
 def test_chunk_sent_within_the_requested_wait_is_accepted_beyond_the_stall_limit(
     fake: MakeFake, client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALL", 0.2)
+    monkeypatch.setattr(connection, "SILENCE_TIMEOUT", 0.2)
 
     def late(line: socket.socket, reply: Reply) -> None:
         time.sleep(0.5)
         monkeypatch.setattr(
-            connection, "STALL", HANGS
+            connection, "SILENCE_TIMEOUT", HANGS
         )  # what follows may come as slowly as it likes
         send_first_chunk(line, reply)
 
@@ -393,8 +393,8 @@ def test_chunk_of_an_entry_under_a_file_lease_is_absent_without_waiting(node: Ho
     assert node.prolog(1, path).outcome.result == "copied"
     key = node.identity(path).key
     with leased(path) as held:
-        assert isinstance(local_chunks.find(node.cache, key, 0), local_chunks.AbsentChunk)
+        assert isinstance(local_chunks.locate_chunk(node.cache, key, 0), local_chunks.AbsentChunk)
         assert held(), "the service waited until the kernel broke the lease"
-    found = local_chunks.find(node.cache, key, 0)
+    found = local_chunks.locate_chunk(node.cache, key, 0)
     assert isinstance(found, local_chunks.PresentChunk)
     found.file.close()

@@ -44,7 +44,10 @@ def test_copy_has_the_sources_bytes_if_a_peer_has_other_bytes_under_the_key(
     assert (copied.result, copied.from_peers) == ("copied", 0)
     assert node.shows_entry(path, node.identity(path).key)
     assert path.read_bytes() == data()
-    until(lambda: (given := stats.read(peer.places.peer)) and given.chunks, "a chunk of the peer's")
+    until(
+        lambda: (given := stats.find_upload_counts(peer.places.peer)) and given.chunks,
+        "a chunk of the peer's",
+    )
 
 
 def of_step(node: Node, path: Path) -> dict[str, str]:

@@ -62,8 +62,8 @@ def is_silent(node: Node) -> bool:
 def test_peer_that_does_not_answer_is_recorded_as_silent_and_a_refusing_peer_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Port, silent: bool
 ) -> None:
-    monkeypatch.setattr(protocol, "HANDSHAKE", 0.2)
-    monkeypatch.setattr(connection, "CONNECT", 0.2)
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.2)
     monkeypatch.setattr(client, "SILENCE", 0.15)
     node = Node(tmp_path / "n2")
     copy = Client(node, "a" * 32).peers
@@ -81,7 +81,7 @@ def test_answer_of_a_peer_clears_its_silent_record(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1")
     with node.serving():
         copy = Client(node, node.publish()).peers
-        unanswered.note_silence(node.places, "n1", time.monotonic())
+        unanswered.record_silence(node.places, "n1", time.monotonic())
         assert is_silent(node)
         copy.greet("n1", lambda: False)
         assert not is_silent(node)
@@ -106,8 +106,8 @@ def test_copy_among_silent_peers_reads_the_whole_source_without_waiting_for_answ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """No thread that brings chunks waits for them: their limits are an hour here."""
-    monkeypatch.setattr(protocol, "HANDSHAKE", NEVER)
-    monkeypatch.setattr(connection, "STALL", NEVER)
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", NEVER)
+    monkeypatch.setattr(connection, "SILENCE_TIMEOUT", NEVER)
     data = os.urandom(COUNT * CHUNK)
     (tmp_path / "source").write_bytes(data)
     node, key = Node(tmp_path / "n1"), "b" * 32
@@ -120,7 +120,7 @@ def test_copy_among_silent_peers_reads_the_whole_source_without_waiting_for_answ
             node.start()
             assert node.process is not None
             node.process.send_signal(signal.SIGSTOP)
-        prover = auth.prover(config.peers.key_file, "")
+        prover = auth.make_authenticator(config.peers.key_file, "")
         peers = client.PeerClient(config, ("n1", "n2"), "n2", key, prover, places=node.places)
         fd = os.open(tmp_path / "source", os.O_RDONLY)
         undo.callback(os.close, fd)
@@ -132,7 +132,9 @@ def test_copy_among_silent_peers_reads_the_whole_source_without_waiting_for_answ
 
         def copy() -> None:
             content = ReadableSource(fd, None, len(data))
-            with_peers.copy(content, part, CopyTuning(2, CHUNK), threading.Event(), peers)
+            with_peers.copy_with_peers(
+                content, part, CopyTuning(2, CHUNK), threading.Event(), peers
+            )
             ended.set()
 
         threading.Thread(target=copy, daemon=True).start()

@@ -127,7 +127,7 @@ class Watched(PeerClient):
     def __init__(self, bad: dict[str, Bad], image: SourceImage, one_job: bool) -> None:
         config = bad["n2"].node.config
         nodes, givers = (NODES, ()) if one_job else (NODES[3:], NODES[:3])
-        prover = auth.prover(config.peers.key_file, NodePaths())
+        prover = auth.make_authenticator(config.peers.key_file, NodePaths())
         super().__init__(config, nodes, "n4", image.key, prover, OtherJobsPeers(givers))
         self.bad, self.image = bad, image
         self.asks = {node: itertools.count(1) for node in NODES}
@@ -174,7 +174,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the source, read by read. Only who tires of others is in no hurry."""
     found: list[int] = []
-    real, policy = reading.read_piece, with_peers.policy
+    real, policy = reading.read_piece, with_peers.make_policy
 
     def read_piece(
         source: ReadableSource, start: int, want: memoryview, buffer: memoryview
@@ -185,7 +185,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(reading, "read_piece", read_piece)
     patient = {"careful": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
     monkeypatch.setattr(
-        with_peers, "policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
+        with_peers, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
     )
     return found
 
@@ -215,7 +215,7 @@ def test_copy_among_failing_givers_has_the_sources_bytes_and_reads_little_of_the
             allocation.reserve_part(part, SIZE, CHUNK, found)
             read.clear()
             tuning, peers = CopyTuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
-            with_peers.copy(source, part, tuning, threading.Event(), peers)
+            with_peers.copy_with_peers(source, part, tuning, threading.Event(), peers)
     finally:
         for one in bad.values():
             one.node.kill()

@@ -10,8 +10,9 @@ import sys
 from forestage.features import peers
 from forestage.config import Config
 from forestage.config.keys import PeersSection
+config = Config(peers=PeersSection(enabled=True))
 for nodes in ("n1", ""):
-    assert peers.of_job(Config(peers=PeersSection(enabled=True)), "n1", nodes, "k") is None
+    assert peers.find_peer_client(config, "n1", nodes, "k") is None
 costly = {"ClusterShell", "http.client", "asyncio", "aiohttp", "hmac", "ssl", "socket"}
 print(sorted(costly & set(sys.modules)))
 """

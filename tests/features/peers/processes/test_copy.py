@@ -57,8 +57,8 @@ def sharing(task: CopyTask, **changes: object) -> CopyTask:
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> OtherNode:
     node = OtherNode(CONTENT)
-    monkeypatch.setattr("forestage.features.peers.of_job", lambda *_, **__: node)
-    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
+    monkeypatch.setattr("forestage.features.peers.find_peer_client", lambda *_, **__: node)
+    monkeypatch.setattr(with_peers, "make_policy", lambda *_: FROM_PEERS)
     return node
 
 
@@ -89,7 +89,7 @@ def test_copy_with_more_chunks_than_a_header_holds_uses_no_peers(
             raise CopyStopped
 
     monkeypatch.setattr(engines, "choose_engine", lambda *_: Stub())
-    monkeypatch.setattr(log, "say", lambda line, by_slurm: said.append(line))
+    monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.append(line))
     monkeypatch.setattr(stage_source, "open_source", lambda *_: ReadableSource(-1, None, count))
     monkeypatch.setattr(evict, "make_room", lambda *_, **__: ())
     identity = msgspec.structs.replace(task.image.identity, size=count)
@@ -109,10 +109,10 @@ def test_copy_uses_no_peers_in_a_job_of_two_nodes_by_default(
     sign = task.node.places.peer_sign
     sign.parent.mkdir(parents=True, exist_ok=True)
     sign.touch()  # without it peers are not even imported
-    monkeypatch.setattr(activation, "is_served", lambda *_: True)
-    monkeypatch.setattr(auth, "prover", lambda *_: None)
+    monkeypatch.setattr(activation, "is_service_running", lambda *_: True)
+    monkeypatch.setattr(auth, "make_authenticator", lambda *_: None)
     monkeypatch.setattr(client, "PeerClient", lambda *_: OtherNode(CONTENT))
-    monkeypatch.setattr(with_peers, "policy", lambda *_: FROM_PEERS)
+    monkeypatch.setattr(with_peers, "make_policy", lambda *_: FROM_PEERS)
     found = run(msgspec.structs.replace(task, job=job))
     assert bool(found.from_peers) is helped
 
@@ -124,14 +124,14 @@ def test_copy_outcome_counts_uploaded_bytes_of_its_own_key_during_the_copy(
     uploads.uploaded(task.key, 100)
     uploads.uploaded("another", 1000)
     uploads.flush()
-    real = with_peers.copy
+    real = with_peers.copy_with_peers
 
     def copying(*of: Any) -> Any:
         uploads.uploaded(task.key, 11)
         uploads.flush()
         return real(*of)
 
-    monkeypatch.setattr(with_peers, "copy", copying)
+    monkeypatch.setattr(with_peers, "copy_with_peers", copying)
     assert run(sharing(task)).uploaded == 11
 
 

@@ -46,7 +46,7 @@ def test_copy_imports_the_peers_feature_only_if_the_key_and_the_sign_allow(
     """By the table alone, which knows no more than the key and that there is a sign."""
 
     def names(enabled: bool | None) -> list[str]:
-        found = features.switched_on("engine.helpers", config(enabled), str(places.run))
+        found = features.list_switched_on("engine.helpers", config(enabled), str(places.run))
         return [one.name for one in found]
 
     assert (names(None), names(False), names(True)) == ([], [], ["peers"])
@@ -77,15 +77,15 @@ def test_peer_sign_that_is_damaged_or_of_another_boot_is_ignored(
 ) -> None:
     places.run.mkdir(parents=True)
     files.overwrite_file(places.peer_sign, text)
-    assert not activation.is_served(places, time.monotonic())
+    assert not activation.is_service_running(places, time.monotonic())
 
 
 def test_renewal_recreates_a_deleted_peer_sign(places: NodePaths) -> None:
     with activation.hold_sign(places) as renew:
         places.peer_sign.unlink()
-        assert not activation.is_served(places, time.monotonic())
+        assert not activation.is_service_running(places, time.monotonic())
         renew()
-        assert activation.is_served(places, time.monotonic())
+        assert activation.is_service_running(places, time.monotonic())
 
 
 def test_world_writable_run_directory_is_closed_before_the_peer_sign_is_created(
@@ -105,13 +105,13 @@ def test_peer_sign_is_valid_at_the_very_time_of_its_writing(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with activation.hold_sign(places):
         pass
-    assert activation.is_served(places, now)
+    assert activation.is_service_running(places, now)
 
 
 def test_second_peer_service_on_a_node_gets_a_lock_timeout(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "START", 0.0)
+    monkeypatch.setattr(activation, "LOCK_TIMEOUT", 0.0)
     with (
         activation.hold_sign(places),
         pytest.raises(lock.LockTimeout),

@@ -44,20 +44,20 @@ def test_peer_addresses_come_from_the_node_list_or_are_node_names_without_a_list
     tmp_path: Path,
 ) -> None:
     places = NodePaths(tmp_path)
-    assert addresses.load(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
-    node_list.write(places, PeerNodeList(time.time(), {"n1": "10.77.0.2"}))
-    assert addresses.load(PeersSection(), places).of("n1").host == "10.77.0.2"
+    assert addresses.load_addresses(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
+    node_list.write_list(places, PeerNodeList(time.time(), {"n1": "10.77.0.2"}))
+    assert addresses.load_addresses(PeersSection(), places).of("n1").host == "10.77.0.2"
     places.nodes.unlink()
     places.nodes.parent.rmdir()
     places.nodes.parent.touch()
-    assert addresses.load(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
+    assert addresses.load_addresses(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Of a service at 127.0.0.1 that accepts connections; no name is known to be bad yet."""
-    monkeypatch.setattr(connection, "_unresolved", set())
-    monkeypatch.setattr(connection, "CONNECT", 5.0)
+    monkeypatch.setattr(connection, "_unresolved_hosts", set())
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 5.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -91,7 +91,7 @@ def test_hanging_name_service_is_waited_for_once_per_peer(
         return real(host, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(connection, "CONNECT", 0.5)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.5)
     try:
         for _ in range(2):
             opens(ServiceAddress("n1-ib", port, "127.0.0.1"))

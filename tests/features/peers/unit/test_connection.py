@@ -11,7 +11,7 @@ import pytest
 
 from forestage.config import ServiceAddress
 from forestage.features.peers import connection
-from forestage.features.peers.connection import MOMENT, PeerConnection, ResponseDeadline
+from forestage.features.peers.connection import POLL_INTERVAL, PeerConnection, ResponseDeadline
 
 PIECE, PIECES = 1024, 256
 HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n\r\n" % (PIECE * PIECES)
@@ -57,4 +57,4 @@ def test_slowly_arriving_chunk_does_not_wake_its_thread_for_each_packet(
             thread.join()
     assert got == b"".join(bytes([number]) * PIECE for number in range(PIECES))
     # Where the packets come slowly, each moment of waiting ends once.
-    assert len(woken) < PIECES / 4 + (time.monotonic() - start) / MOMENT
+    assert len(woken) < PIECES / 4 + (time.monotonic() - start) / POLL_INTERVAL

@@ -36,7 +36,7 @@ def test_upload_metrics_add_new_counts_to_the_stored_tally(tmp_path: Path) -> No
     places.peer.write_bytes(msgspec.json.encode(UploadCounts(1.0, bytes=30)))
     (family,) = (
         family
-        for family in metrics.list_families(0, counts.read_counts(places))
+        for family in metrics.list_families(0, counts.read_upload_totals(places))
         if family.name == "peer_served_bytes"
     )
     assert family.value == 70

@@ -21,7 +21,7 @@ from forestage.features.peers import local_chunks, origins
 from forestage.features.peers.local_chunks import (
     AbsentChunk,
     ChunkArrivalPoller,
-    Found,
+    ChunkState,
     PendingChunk,
     PresentChunk,
 )
@@ -52,7 +52,7 @@ def alive(cache: Cache) -> Iterator[None]:
         yield
 
 
-def read(found: Found) -> bytes:
+def read(found: ChunkState) -> bytes:
     assert isinstance(found, PresentChunk)
     with found.file as file:
         return os.pread(file.fileno(), found.size, found.start)
@@ -61,8 +61,8 @@ def read(found: Found) -> bytes:
 def test_local_chunk_without_a_digest_is_absent(cache: Cache) -> None:
     copying(cache, digest.UNKNOWN * 3)
     publish(cache)
-    assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
-    assert local_chunks.look(cache, KEY) == local_chunks.LocalCopyState()
+    assert local_chunks.locate_chunk(cache, KEY, 1) == AbsentChunk()
+    assert local_chunks.read_copy_state(cache, KEY) == local_chunks.LocalCopyState()
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -73,11 +73,11 @@ def test_local_chunk_of_an_entry_or_part_is_found_with_its_digest(
     if published:
         publish(cache)
     for number, data in enumerate((b"aaaaaaaa", b"bbbbbbbb", b"cc")):
-        found = local_chunks.find(cache, KEY, number)
+        found = local_chunks.locate_chunk(cache, KEY, number)
         assert isinstance(found, PresentChunk)
         assert found.digest == digest.digest_chunk(data)
         assert read(found) == data
-    assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
+    assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(beyond=True)
     assert local_chunks.read_map(cache, KEY) == DIGESTS
 
 
@@ -86,7 +86,7 @@ def test_missing_chunk_of_a_running_copy_is_pending(
     cache: Cache, alive: None, digests: bytes | None
 ) -> None:
     copying(cache, digests)
-    assert local_chunks.find(cache, KEY, 0) == PendingChunk(0, 8)
+    assert local_chunks.locate_chunk(cache, KEY, 0) == PendingChunk(0, 8)
 
 
 def entry(cache: Cache, chunk: int = CHUNK, data: bytes = DATA) -> None:
@@ -113,7 +113,7 @@ def test_local_chunk_that_cannot_be_given_is_absent_and_leaves_no_file_open(
     ABSENT[left](cache)
     gc.collect()  # what earlier tests left open must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
-    assert local_chunks.find(cache, KEY, 0) == AbsentChunk()
+    assert local_chunks.locate_chunk(cache, KEY, 0) == AbsentChunk()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -121,14 +121,14 @@ def test_local_chunk_is_found_if_its_copy_is_published_during_the_search(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying(cache)
-    real: Callable[..., Found | None] = local_chunks._part
+    real: Callable[..., ChunkState | None] = local_chunks._locate_in_part
 
-    def published_now(*args: object) -> Found | None:
+    def published_now(*args: object) -> ChunkState | None:
         publish(cache)
         return real(*args)
 
-    monkeypatch.setattr(local_chunks, "_part", published_now)
-    assert read(local_chunks.find(cache, KEY, 2)) == b"cc"
+    monkeypatch.setattr(local_chunks, "_locate_in_part", published_now)
+    assert read(local_chunks.locate_chunk(cache, KEY, 2)) == b"cc"
 
 
 def published_so_far(cache: Cache) -> None:
@@ -141,16 +141,16 @@ def published_so_far(cache: Cache) -> None:
 def test_local_chunk_is_found_while_its_copy_is_flushed_for_publishing(cache: Cache) -> None:
     published_so_far(cache)
     with lock.held(cache.key_lock(KEY), 0):
-        assert read(local_chunks.find(cache, KEY, 1)) == b"bbbbbbbb"
-        assert local_chunks.find(cache, KEY, 3) == AbsentChunk(beyond=True)
+        assert read(local_chunks.locate_chunk(cache, KEY, 1)) == b"bbbbbbbb"
+        assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(beyond=True)
 
 
 def test_local_chunk_is_absent_after_a_crash_during_publishing(cache: Cache) -> None:
     published_so_far(cache)
-    assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
+    assert local_chunks.locate_chunk(cache, KEY, 1) == AbsentChunk()
     (cache.part_dir(KEY) / "entry.json").write_bytes(b"{")
     with lock.held(cache.key_lock(KEY), 0):
-        assert local_chunks.find(cache, KEY, 1) == AbsentChunk()
+        assert local_chunks.locate_chunk(cache, KEY, 1) == AbsentChunk()
 
 
 @given(st.lists(st.integers(-1, ENTRY_BYTES - 1), max_size=70))
@@ -158,30 +158,30 @@ def test_chunk_set_has_a_bit_for_each_chunk_with_a_digest(bytes_set: list[int]) 
     """Whichever byte of its digest is the one that is not zero."""
     each = [at >= 0 for at in bytes_set]
     digests = b"".join(bytes(byte == at for byte in range(ENTRY_BYTES)) for at in bytes_set)
-    assert local_chunks.chunks_in(digests) == sum(
+    assert local_chunks.parse_chunk_set(digests) == sum(
         1 << number for number, one in enumerate(each) if one
     )
-    assert [local_chunks.is_in(digests, number) for number in range(len(each))] == each
-    assert not local_chunks.is_in(digests, len(each))
+    assert [local_chunks.is_chunk_in(digests, number) for number in range(len(each))] == each
+    assert not local_chunks.is_chunk_in(digests, len(each))
 
 
 def test_missing_chunk_is_pending_only_while_the_copys_key_is_locked(cache: Cache) -> None:
     """Else each node would be told to read in the others' stead."""
     copying(cache, DIGESTS[:-ENTRY_BYTES])
     with lock.held(cache.key_lock(KEY), 60.0):
-        assert local_chunks.find(cache, KEY, 2) == PendingChunk(2 * CHUNK, 2)
-        assert not local_chunks.source_failed(cache, KEY)
-    assert local_chunks.find(cache, KEY, 2) == AbsentChunk()
-    assert local_chunks.source_failed(cache, KEY)
+        assert local_chunks.locate_chunk(cache, KEY, 2) == PendingChunk(2 * CHUNK, 2)
+        assert not local_chunks.has_source_failed(cache, KEY)
+    assert local_chunks.locate_chunk(cache, KEY, 2) == AbsentChunk()
+    assert local_chunks.has_source_failed(cache, KEY)
 
 
 def test_fifo_in_place_of_a_map_does_not_block_reading_the_map(cache: Cache) -> None:
     copying(cache, None)
     os.mkfifo(cache.part(KEY).map)
     assert local_chunks.read_map(cache, KEY) == b""
-    assert local_chunks.look(cache, KEY).digests == b""
+    assert local_chunks.read_copy_state(cache, KEY).digests == b""
     with pytest.raises(OSError, match="seek"):
-        local_chunks.find(cache, KEY, 0)
+        local_chunks.locate_chunk(cache, KEY, 0)
 
 
 def note_arrived(cache: Cache, *each: bool) -> None:
@@ -244,7 +244,7 @@ def test_copy_published_during_the_search_gives_other_jobs_only_permitted_chunks
     part.map.write_bytes(b"m" * 2 * ENTRY_BYTES)
     noted = origins.ChunkReaders({"n1": "1", "n9": "2"}, "2")
     (part.directory / origins.NAME).write_bytes(msgspec.json.encode(noted))
-    real = origins.read
+    real = origins.find_chunk_readers
 
     def read(directory: Path) -> origins.ChunkReaders | None:
         if part.directory.exists():
@@ -252,8 +252,8 @@ def test_copy_published_during_the_search_gives_other_jobs_only_permitted_chunks
             part.directory.rename(cache.entry_dir(KEY))
         return real(directory)
 
-    monkeypatch.setattr(origins, "read", read)
-    known = local_chunks.look(cache, KEY)
+    monkeypatch.setattr(origins, "find_chunk_readers", read)
+    known = local_chunks.read_copy_state(cache, KEY)
     assert [known.here(number) for number in (0, 1, 2, None)] == [0b01, 0b10, 0, 0b11]
     assert known.for_other_jobs(known.here()) == 0b01
     assert known.noted is not None

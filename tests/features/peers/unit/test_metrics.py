@@ -41,5 +41,5 @@ def test_metrics_count_peers_that_did_not_answer(tmp_path: Path) -> None:
 
     assert count() == 0
     for name in ("n7", "n8"):
-        unanswered.note_silence(places, name, time.monotonic())
+        unanswered.record_silence(places, name, time.monotonic())
     assert count() == 2

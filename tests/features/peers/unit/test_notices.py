@@ -24,18 +24,22 @@ from forestage.paths import NodePaths
 def test_notice_of_wrong_bytes_affects_only_chunks_of_its_reader(
     known: ChunkReaders | None, reader: str, chunks: int
 ) -> None:
-    assert notices.concerned(known, reader, "n1") == chunks
+    assert notices.chunks_read_by(known, reader, "n1") == chunks
 
 
 def test_stored_notices_of_wrong_bytes_are_limited_in_keys_and_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notices, "READERS", 2)
-    monkeypatch.setattr(notices, "KEYS", 2)
+    monkeypatch.setattr(notices, "MAX_READERS", 2)
+    monkeypatch.setattr(notices, "MAX_KEYS", 2)
     places = NodePaths(tmp_path)
-    assert list(notices.keys(places)) == []
+    assert list(notices.list_keys_with_notices(places)) == []
     for key in "abc":
         for reader in ("n1", "n2", "n1", "n3"):
-            notices.note(places, key, reader)
-    assert list(notices.keys(places)) == ["a", "b"]
-    assert [notices.read(places, key) for key in "abc"] == [{"n1", "n2"}, {"n1", "n2"}, set()]
+            notices.record_notice(places, key, reader)
+    assert list(notices.list_keys_with_notices(places)) == ["a", "b"]
+    assert [notices.read_wrong_readers(places, key) for key in "abc"] == [
+        {"n1", "n2"},
+        {"n1", "n2"},
+        set(),
+    ]

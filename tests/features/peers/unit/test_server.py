@@ -63,7 +63,7 @@ def open_at(
     """As the service does, without the wait for an interface that is late."""
     left: list[float] = []
     slurm, nowhere = told or Told(""), NodePaths(Path("/nonexistent"))
-    return listening.open_sockets(peers, places or nowhere, node, slurm, left.append)
+    return listening.open_service_sockets(peers, places or nowhere, node, slurm, left.append)
 
 
 def site(folder: Path, lines: str) -> NodePaths:
@@ -94,7 +94,7 @@ def test_peer_service_without_a_slurm_conf_line_listens_at_the_address_from_slur
     told.answer = "127.0.0.14"
     opened += open_at(PeersSection(port=port), "n2", places, told)
     assert where(opened) == [("127.0.0.14", port)]
-    node_list.write(places, node_list.PeerNodeList(time.time(), {"n3": "127.0.0.15"}))
+    node_list.write_list(places, node_list.PeerNodeList(time.time(), {"n3": "127.0.0.15"}))
     opened += open_at(PeersSection(port=port), "n3", places)
     assert ("127.0.0.15", port) in where(opened)
 
@@ -135,7 +135,7 @@ def test_peer_service_waits_for_an_address_that_appears_later(
 
     monkeypatch.setattr(socket.socket, "bind", bind)
     peers = PeersSection(port=port)
-    opened += listening.open_sockets(peers, places, "n1", Told(""), waited.append)
+    opened += listening.open_service_sockets(peers, places, "n1", Told(""), waited.append)
     assert where(opened) == [("127.0.0.16", port)]
 
 
@@ -150,7 +150,7 @@ def test_peer_service_listens_at_the_address_of_the_sites_pattern(
 def test_empty_listen_key_opens_all_ipv4_and_ipv6_addresses(
     opened: list[socket.socket], port: int
 ) -> None:
-    opened += listening.sockets_at(PeersSection(port=port), "n1", "")
+    opened += listening.open_sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
 
 
@@ -198,7 +198,7 @@ def test_accepted_peer_connections_inherit_timeout_and_pacing_rate(
 def test_taken_port_raises_a_peer_error_and_leaves_no_socket_open(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerError) as caught:
-            listening.sockets_at(PeersSection(port=port), "n1", "")
+            listening.open_sockets_at(PeersSection(port=port), "n1", "")
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     assert f"port {port} of any address is taken" in str(caught.value)
 
@@ -221,7 +221,7 @@ def test_peer_service_listens_on_ipv4_if_the_kernel_has_no_ipv6(
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without)
-    opened += listening.sockets_at(PeersSection(port=port), "n1", "")
+    opened += listening.open_sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port)]
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from forestage.features.peers import sessions
 from forestage.features.peers.auth import BadCredential, VerifiedClaim
 from forestage.features.peers.sessions import (
+    COUNTER_WINDOW,
+    PROOF_TIMEOUT,
     SESSION_IDLE,
-    UNPROVEN,
-    WINDOW,
     ClientSession,
     SessionTable,
     UnprovenConnections,
@@ -37,11 +37,11 @@ def test_session_counter_is_new_once_in_any_order(counters: list[int]) -> None:
 
 def test_huge_session_counter_keeps_the_window_small_and_expires_older_counters() -> None:
     one = session()
-    assert one.is_new(WINDOW)
+    assert one.is_new(COUNTER_WINDOW)
     assert not one.is_new(0)
     assert one.is_new(1)
     assert one.is_new(10**18)
-    assert one._seen.bit_length() <= WINDOW
+    assert one._seen.bit_length() <= COUNTER_WINDOW
     assert not one.is_new(3)
 
 
@@ -107,9 +107,9 @@ def test_peer_connection_unproven_for_too_long_is_closed() -> None:
     lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
     for name in ("known", "gone", "never seen"):
         held.discard(name)
-    held.expire(UNPROVEN)
+    held.expire(PROOF_TIMEOUT)
     assert cut(lines) == set()
-    held.expire(UNPROVEN + 1)
+    held.expire(PROOF_TIMEOUT + 1)
     assert (cut(lines), len(held)) == ({"early"}, 1)
 
 

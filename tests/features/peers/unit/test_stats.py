@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from forestage.features.peers.stats import KEYS, UploadCounts, UploadCountWriter, read
+from forestage.features.peers.stats import KEYS, UploadCounts, UploadCountWriter, find_upload_counts
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_flushed_upload_counts_are_read_back(file: Path) -> None:
     counted.uploaded("a", 23)
     counted.refused("10.0.0.9", "no")
     counted.flush()
-    found = read(file)
+    found = find_upload_counts(file)
     assert found is not None
     assert (found.since, found.sessions, found.chunks, found.bytes) == (5.0, 1, 2, 123)
     assert found.refused == 1
@@ -52,7 +52,7 @@ def test_upload_bytes_by_key_are_kept_for_the_most_recent_keys(file: Path) -> No
         counted.uploaded("steady", 1)
         counted.uploaded(f"{number}", 2)
     counted.flush()
-    found = read(file)
+    found = find_upload_counts(file)
     assert found is not None
     assert len(found.keys) == KEYS
     assert (found.of("steady"), found.of(f"{KEYS + 9}"), found.of("0")) == (KEYS + 10, 2, 0)
@@ -87,7 +87,7 @@ def test_missing_or_damaged_upload_counts_file_is_none(
 ) -> None:
     file.parent.mkdir()
     make(file)
-    assert read(file) is None
+    assert find_upload_counts(file) is None
 
 
 VALUE = st.integers(-(1 << 50), 1 << 50) | st.text() | st.none()
@@ -101,5 +101,5 @@ def test_upload_counts_file_with_any_values_is_read_or_none(
 ) -> None:
     file = tmp_path / "peer.json"
     file.write_bytes(json.dumps(values).replace("Infinity", "1e999").encode())
-    found = read(file)
+    found = find_upload_counts(file)
     assert found is None or msgspec.to_builtins(found).items() >= values.items()

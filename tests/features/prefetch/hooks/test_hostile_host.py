@@ -28,7 +28,7 @@ def listed(reply: Reply, body: bytes = LIST, length: int | None = None) -> bytes
 
 
 def ask_list(port: int, key: bytes = b"k" * 64) -> expected.ExpectedImageList:
-    return expected.ask(ServiceAddress("127.0.0.1", port), KeyFileAuthenticator(key))
+    return expected.fetch_list(ServiceAddress("127.0.0.1", port), KeyFileAuthenticator(key))
 
 
 def dribble(line: socket.socket, reply: Reply) -> None:
@@ -40,7 +40,7 @@ def dribble(line: socket.socket, reply: Reply) -> None:
 
 
 def many(line: socket.socket, reply: Reply) -> None:
-    body = b" " * expected.MOST + LIST
+    body = b" " * expected.MAX_REPLY_BYTES + LIST
     line.sendall(listed(reply, body))
     line.sendall(body)
 

@@ -11,7 +11,7 @@ import pytest
 from forestage.clock import Clock
 from forestage.errors import Failed, SlurmError
 from forestage.features.prefetch import expected, prefetch_host, service, slurm_queries
-from forestage.features.prefetch.policy import RULES
+from forestage.features.prefetch.policy import DEFAULT_RULES
 from forestage.paths import NodePaths
 from forestage.slurm import queue
 from forestage.slurm.queue import SlurmClient
@@ -28,7 +28,7 @@ def line(job: str, user: int, comment: str, nodes: int = 1) -> str:
 
 
 def asked(places: NodePaths, slurm: SlurmClient) -> prefetch_host.PrefetchHostPass:
-    return prefetch_host.run(places, slurm, Clock(), dry_run=False)
+    return prefetch_host.run_host_pass(places, slurm, Clock(), dry_run=False)
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_prefetch_list_of_10000_jobs_of_one_user_takes_one_squeue_and_keeps_othe
     )
     done = asked(places, slurm(f"{crowd}\n{line('10001', 1001, 'stage=/b', nodes=2)}"))
     assert (done.jobs, done.tasks) == (10_001, 10_001)
-    assert sum(row.user == 1000 for row in done.list.rows) <= prefetch_host.OF_USER
+    assert sum(row.user == 1000 for row in done.list.rows) <= prefetch_host.MAX_ROWS_OF_USER
     (theirs,) = [row for row in done.list.rows if row.user == 1001]
-    assert theirs.starts >= RULES.least
+    assert theirs.starts >= DEFAULT_RULES.least
     assert len(programs().read_text().split("squeue ")) == 2
-    assert expected.read(places) == done.list
+    assert expected.find_list(places) == done.list
 
 
 @pytest.mark.parametrize("which", ["squeue", "sinfo"])

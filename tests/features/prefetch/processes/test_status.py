@@ -9,7 +9,7 @@ from forestage.commands import status
 from forestage.features.prefetch import expected, marks
 from forestage.features.prefetch.expected import ExpectedImageList
 from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
-from forestage.features.prefetch.prefetched import PrefetchState, facts
+from forestage.features.prefetch.prefetched import PrefetchState, format_rows
 
 G = 1 << 30
 
@@ -17,7 +17,7 @@ G = 1 << 30
 def test_prefetch_status_rows_list_expected_images_and_unused_entries() -> None:
     unused = DiskUsage(2, 46 * G)
     found = PrefetchState(NOW - 40, 3, 71 * G, 2, 1, unused, idle="a job runs on this node")
-    assert facts(found, NOW) == [
+    assert format_rows(found, NOW) == [
         ("expected", "3 images of pending jobs (71 GiB), 2 here, 1 refused"),
         ("list", "40s old"),
         ("not copied", "a job runs on this node"),
@@ -41,12 +41,12 @@ def test_status_and_metrics_count_expected_images_and_unused_prefetched_entries(
         ImageInspection(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent")
     )
     refused = ImageInspection("/refused", 7, NOW, NOW, why="missing", tries=1)
-    marks.write(site.places, PrefetchRecord((*looks, refused)))
+    marks.write_record(site.places, PrefetchRecord((*looks, refused)))
     found = prefetched(site)
     assert found is not None
     assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
     assert (found.made, found.unused.number) == (0.0, 1)
-    expected.write(site.places, ExpectedImageList(1, NOW - 5, NOW + 900))
+    expected.write_list(site.places, ExpectedImageList(1, NOW - 5, NOW + 900))
     found = prefetched(site)
     assert found is not None
     assert found.made == NOW - 5

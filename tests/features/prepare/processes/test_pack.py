@@ -131,7 +131,10 @@ def test_unreadable_file_is_recognized_in_the_output_of_mksquashfs(
         (tree / secret).chmod(0o000)
         Path(folder).chmod(0o777)
         setpriv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-        words = [*setpriv, *pack.argv(tree, Path(folder, "x"), ("-comp", "zstd"))]
+        words = [
+            *setpriv,
+            *pack.format_mksquashfs_command(tree, Path(folder, "x"), ("-comp", "zstd")),
+        ]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, bool(pack._LOST.search(done.stderr))) == (0, True), done.stderr
 
@@ -167,7 +170,7 @@ def test_pack_here_prints_the_stage_option_for_the_directorys_own_path(
     done = site.run("pack", "--here", str(tree))
     assert done.exit_code == ExitStatus.OK, done.output
     assert f"srun --stage={tree}.sqsh@{tree} ..." in done.output
-    assert hints.refusals([f"stage={tree}.sqsh@{tree}"]) == ()
+    assert hints.list_refusals([f"stage={tree}.sqsh@{tree}"]) == ()
     assert listed(Path(f"{tree}.sqsh"))
 
 

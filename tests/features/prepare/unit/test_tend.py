@@ -13,7 +13,7 @@ from forestage.paths import NodePaths
 
 def test_tend_stages_warm_at_boot_until_all_images_are_cached(tmp_path: Path) -> None:
     places, config = NodePaths(tmp_path), Config(warm_at_boot=("/a",))
-    warmed = tend.warmed_sign(places)
+    warmed = tend.warmed_sign_path(places)
     (found,) = tend.each_minute(TendFacts(places, Clock(), config, False))
     assert (found.done, found.is_idle, bool(found.limit)) == (warmed, False, True)
     warmed.parent.mkdir(parents=True)

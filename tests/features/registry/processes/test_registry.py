@@ -44,7 +44,7 @@ def test_empty_cgroups_of_a_worker_are_removed_after_the_step_has_ended(
     group.mkdir(parents=True)
     monkeypatch.setattr(child, "find_task_cgroups", lambda manager: [group / "cgroup.procs"])
     pid = os.getpid() if manager == "lives" else dead()
-    with registry._leaving(msgspec.structs.replace(asking, manager=pid), tasks):
+    with registry._clean_up_cgroups(msgspec.structs.replace(asking, manager=pid), tasks):
         if over:
             tasks.path.unlink()
     assert max(tmp_path.rglob("*")).as_posix().endswith(left)
@@ -73,17 +73,19 @@ def test_lease_acquired_after_the_epilog_is_released(
 
     def answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
         tasks.path.unlink()
-        step_files.make_mount_point(node.places, job.id, job.step, found.size)
+        step_files.make_placeholder(node.places, job.id, job.step, found.size)
         with leases.hold_entry(node, job, found.key, HookDeadlines.of(node.clock, 60.0, None)):
             return RequestResult(RequestOutcome("hit"), found)
 
     def report(outcomes: object) -> None:
         held.write_text(f"{staging_node.leases.jobs()}")
 
-    monkeypatch.setattr(registry, "_answer", answer)
-    monkeypatch.setattr(registry, "FIRST", 0.0)
+    monkeypatch.setattr(registry, "_import_and_stage", answer)
+    monkeypatch.setattr(registry, "FIRST_TASK_TIMEOUT", 0.0)
     asked = msgspec.structs.replace(asked, timeout="0")
-    registry.begin(staging_node, msgspec.structs.replace(asking, step=0), asked, report)
+    registry.start_import_process(
+        staging_node, msgspec.structs.replace(asking, step=0), asked, report
+    )
     until(held.exists, "the lease")
     until(lambda: not staging_node.leases.jobs(), "its end")
     until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
@@ -99,12 +101,14 @@ def test_registry_process_without_tasks_exits_at_the_steps_end(
     reported: Path = staging_node.places.run / "reported"
     asking = msgspec.structs.replace(asking, step=0, manager=manager.pid)
     try:
-        registry.begin(staging_node, asking, asked, lambda outcomes: reported.touch())
+        registry.start_import_process(
+            staging_node, asking, asked, lambda outcomes: reported.touch()
+        )
         sock = staging_node.places.images / f"{asking.id}.0.sock"
         assert sock.exists()
         assert not reported.exists()
         if end == "Epilog":
-            step_files.forget_job(staging_node.places, asking.id)
+            step_files.delete_job_files(staging_node.places, asking.id)
         else:
             manager.kill()  # and is not reaped
         until(reported.exists, "the end of the wait for a task")
@@ -124,10 +128,10 @@ def test_refusal_note_is_written_before_the_task_continues_and_removed_with_the_
     refused = RequestOutcome(
         "declined", request="here#image", reason="registry-missing", detail="no"
     )
-    monkeypatch.setattr(registry, "_answer", lambda *_: RequestResult(refused))
+    monkeypatch.setattr(registry, "_import_and_stage", lambda *_: RequestResult(refused))
     asking = msgspec.structs.replace(asking, step=0)
-    monkeypatch.setattr(registry, "FIRST", 600.0)
-    _, sock = registry.begin(staging_node, asking, asked, lambda outcomes: None)
+    monkeypatch.setattr(registry, "FIRST_TASK_TIMEOUT", 600.0)
+    _, sock = registry.start_import_process(staging_node, asking, asked, lambda outcomes: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as task:
         task.connect(sock)
         while not task.recv(4096).startswith(b"leave"):
@@ -137,6 +141,6 @@ def test_refusal_note_is_written_before_the_task_continues_and_removed_with_the_
         assert found is not None
         assert found.reason == "registry-missing"
         assert user_notes.find_refusal(places, f"{asking.id}", "1", "docker://here#image") is None
-        step_files.forget_job(places, asking.id)
+        step_files.delete_job_files(places, asking.id)
         assert user_notes.find_refusal(places, f"{asking.id}", "0", "docker://here#image") is None
     until(lambda: not children_left(), "the end of the process")

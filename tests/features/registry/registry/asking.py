@@ -33,14 +33,15 @@ run.PATH = order["path"]
 found = {}
 try:
     clock = Skipping()
-    environ = environment.read(order["environ"].encode(errors="surrogateescape"))
-    settings = environment.settings(environ, Deadline.after(600.0, clock), order["conf"])
-    asked = reference.parse(order["text"])
+    environ = environment.parse_environment(order["environ"].encode(errors="surrogateescape"))
+    stop = Deadline.after(600.0, clock)
+    settings = environment.read_enroot_settings(environ, stop, order["conf"])
+    asked = reference.parse_reference(order["text"])
     until = Deadline.after(order["patience"], clock)
     if "meant" in order:
-        found["layers"] = resolve.layers(asked, settings, order["meant"], until)
+        found["layers"] = resolve.sum_layer_bytes(asked, settings, order["meant"], until)
     else:
-        found["digest"] = resolve.digest(asked, settings, until)
+        found["digest"] = resolve.resolve_digest(asked, settings, until)
 except Declined as error:
     found |= {"reason": error.reason, "detail": str(error)}
     found["transient"] = getattr(error, "transient", False)

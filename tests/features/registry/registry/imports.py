@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from forestage.features.registry import worker
-from forestage.features.registry.messages import ImportOrder, Word
+from forestage.features.registry.messages import ImportOrder, WorkerMessage
 from forestage.features.registry.worker import RegistryWorker
 from forestage.system import mounts, run
 from forestage.system.as_user import User
@@ -96,7 +96,7 @@ class Site:
         fd = os.memfd_create("environ")
         os.write(fd, b"".join(f"{name}={value}\0".encode() for name, value in block.items()))
         try:
-            return worker.start(user, ImportOrder(**{**named, **facts}), fd)
+            return worker.start_worker(user, ImportOrder(**{**named, **facts}), fd)
         finally:
             os.close(fd)
 
@@ -163,9 +163,9 @@ class Login:
         return self.run(str(IMPORTER), *argv, **step)
 
 
-def until(at_work: RegistryWorker, *kinds: type) -> list[Word]:
+def until(at_work: RegistryWorker, *kinds: type) -> list[WorkerMessage]:
     """What a worker says until one of these words, or its last."""
-    said: list[Word] = []
+    said: list[WorkerMessage] = []
     poll = select.poll()
     poll.register(at_work.fd, select.POLLIN)
     while not at_work.ended and not any(isinstance(word, kinds) for word in said):
@@ -174,7 +174,7 @@ def until(at_work: RegistryWorker, *kinds: type) -> list[Word]:
     return said
 
 
-def last(at_work: RegistryWorker) -> Word:
+def last(at_work: RegistryWorker) -> WorkerMessage:
     """The worker's last word."""
     with at_work:
         return until(at_work)[-1]

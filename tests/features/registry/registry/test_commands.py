@@ -159,7 +159,7 @@ def test_importer_does_not_query_a_registry_that_refused_this_image_to_this_step
     Path("/run/forestage/images").mkdir(parents=True)
     there = Registry(status=404)
     said = RefusalNote(there.reference("v1"), "registry-missing", "127.0.0.1 has no image:v1")
-    user_notes.note_refusal(NodePaths(), 12, 0, ALICE, said)
+    user_notes.record_refusal(NodePaths(), 12, 0, ALICE, said)
     try:
         done = login.importer("get", f"docker://{there.reference(tag)}", user=user)
     finally:
@@ -193,8 +193,8 @@ def test_registry_import_without_a_store_exits_1(login: Login) -> None:
 def unused_for_years(path: Path) -> None:
     """As the nodes' collections have counted."""
     files = [(file.name, file.stat().st_mtime_ns) for file in (path, path.with_suffix(".json"))]
-    known = store_age.count_seconds(StoreCollection(), files, 0.0, "one")
-    known = store_age.count_seconds(known, files, 1e8, "two")
+    known = store_age.make_next_collection(StoreCollection(), files, 0.0, "one")
+    known = store_age.make_next_collection(known, files, 1e8, "two")
     stamp = path.with_name("collected-2")
     stamp.write_bytes(msgspec.json.encode(known))
     os.chown(stamp, path.stat().st_uid, path.stat().st_gid)

@@ -268,7 +268,7 @@ def test_import_refused_by_a_full_store_is_not_repeated_until_space_is_free(
     assert isinstance(resolved, DigestResolved)
     assert isinstance(failed, ImportRefused)
     assert 0 < failed.free < 1 << 20
-    user_notes.note_full_store(
+    user_notes.record_full_store(
         places, ALICE, resolved.name, failed.detail, failed.free, time.time()
     )
     again = last(site.start(**marks))
@@ -278,7 +278,7 @@ def test_import_refused_by_a_full_store_is_not_repeated_until_space_is_free(
     assert isinstance(last(site.start(user=BOB, **marks)), ImageReady)
     other = last(site.start(reference=f"here#other@{NEW}", **marks))
     assert isinstance(other, ImageReady)
-    user_notes.note_full_store(
+    user_notes.record_full_store(
         places,
         ALICE,
         resolved.name,
@@ -297,7 +297,7 @@ def test_full_store_note_is_ignored_once_the_store_has_more_free_space(
     with site.start(environ={"STANDIN_FAIL": "gone"}) as at_work:
         resolved = until(at_work)[0]
     assert isinstance(resolved, DigestResolved)
-    user_notes.note_full_store(places, ALICE, resolved.name, "full", 5, time.time())
+    user_notes.record_full_store(places, ALICE, resolved.name, "full", 5, time.time())
     assert isinstance(last(site.start(marks=str(places.images))), ImageReady)
 
 
@@ -328,7 +328,7 @@ def test_full_store_note_is_readable_only_by_its_user_and_not_writable(
     """On /run, which is memory, whoever owns a file may take all of it."""
     places = NodePaths(open_path)
     places.images.mkdir(parents=True)
-    user_notes.note_full_store(places, ALICE, "name", "full", 5, 0.0)
+    user_notes.record_full_store(places, ALICE, "name", "full", 5, 0.0)
     (file,) = places.images.iterdir()
     assert file.stat().st_uid == 0
 

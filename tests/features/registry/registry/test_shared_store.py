@@ -90,7 +90,7 @@ class Sweeping:
         if store:
             limits = msgspec.structs.replace(config.registry, store=str(store))
             config = msgspec.structs.replace(config, registry=limits)
-        return registry.clean_some(config, self.places, self.clock)
+        return registry.collect_some_users(config, self.places, self.clock)
 
     def collect_again(self, seconds: float = MONTH) -> list[CollectionResult]:
         """It has been up for so long since, and nobody used anything."""
@@ -135,13 +135,13 @@ def test_only_one_of_several_nodes_collects_the_store_within_hours(
     assert sum(len(one.images) for (one,) in done) == 1
     assert len(list(login.site.folder().glob("collected-*"))) == 1
     with ThreadPoolExecutor(4) as at_once:
-        list(at_once.map(lambda node: node.collect_again(registry.EVERY), nodes))
+        list(at_once.map(lambda node: node.collect_again(registry.VISIT_INTERVAL), nodes))
     (stamp,) = login.site.folder().glob("collected-*")
     for node in nodes:
-        node.collect_again(AGAIN - registry.EVERY - 1)
+        node.collect_again(AGAIN - registry.VISIT_INTERVAL - 1)
     assert stamp.exists(), "nobody has seen six hours pass since"
     for node in nodes:
-        node.collect_again(registry.EVERY + 1)
+        node.collect_again(registry.VISIT_INTERVAL + 1)
     assert not stamp.exists()
 
 
@@ -172,7 +172,7 @@ def test_sweep_with_a_wrong_clock_deletes_no_image_lease_or_part_of_another_node
             for node, store in ((wrong, other.point), (right, far.point)):
                 (done,) = node.collect(store)
                 assert (done.images, done.files, done.problem) == ((), 0, "")
-                node.clock.up += registry.EVERY + 1
+                node.clock.up += registry.VISIT_INTERVAL + 1
         assert all(file.exists() for file in (*images, lease, part))
         # What it uses there stays, though its clock is behind.
         as_alice = [lambda: _use(other.point, images[0].stem)]
@@ -218,7 +218,7 @@ def test_store_directories_of_no_user_do_not_delay_the_collection_of_users_image
     for name in (f"00{ALICE.uid}", *map(str, range(71000, 71050))):
         (login.site.store / name).mkdir()
         os.chown(login.site.store / name, BOB.uid, BOB.gid)
-    monkeypatch.setattr(registry, "VISITED", 1)
+    monkeypatch.setattr(registry, "MAX_VISITED_USERS", 1)
     sweeping.collect()
     (done,) = sweeping.collect_again()
     assert (done.user, len(done.images)) == (str(ALICE.uid), 1)
@@ -256,15 +256,15 @@ def test_node_reads_the_store_for_collection_once_an_hour_whatever_its_wall_cloc
     before = far.calls()
     for ahead in (MONTH, -MONTH, 0.0):
         sweeping.clock.ahead = ahead
-        assert sweeping.collect_again(registry.EVERY / 4) == []
+        assert sweeping.collect_again(registry.VISIT_INTERVAL / 4) == []
     assert far.calls() == before
-    assert len(sweeping.collect_again(registry.EVERY / 4 + 1)) == 1
+    assert len(sweeping.collect_again(registry.VISIT_INTERVAL / 4 + 1)) == 1
 
 
 def test_hanging_store_is_not_collected_again_for_an_hour(
     login: Login, far: Far, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "LISTED", 0.2)
+    monkeypatch.setattr(registry, "LIST_TIMEOUT", 0.2)
     far.hang()
     with pytest.raises(as_user.ChildTimeout):
         sweeping.collect()
@@ -277,7 +277,7 @@ def test_hanging_user_directory_of_the_store_ends_its_collection_with_a_problem(
 ) -> None:
     """Here the whole store does, once it was listed."""
     imported(login)
-    monkeypatch.setattr(registry, "VISIT", 0.2)
+    monkeypatch.setattr(registry, "VISIT_TIMEOUT", 0.2)
     known = as_user.user_from_uid
 
     def then_hangs(uid: int, gid: int) -> User:

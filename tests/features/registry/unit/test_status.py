@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from forestage.features.registry.status import table
+from forestage.features.registry.status import format_imports
 from forestage.features.registry.step_files import StepImport
 from forestage.system.terminal import write_plain
 
@@ -16,7 +16,7 @@ def test_status_table_of_imports_lists_step_user_node_and_stage() -> None:
     said = "enroot writes the image, 3 GiB"
     one = StepImport(4243, 0, "bob", REFERENCE, NOW - 200, 1, "n7", said)
     out = io.StringIO()
-    write_plain(table((one,), NOW), out)
+    write_plain(format_imports((one,), NOW), out)
     for word in ("1 import under way", "4243.0", "bob", "n7", REFERENCE, said):
         assert word in out.getvalue()
-    assert table((), NOW) == ()
+    assert format_imports((), NOW) == ()

@@ -68,7 +68,7 @@ def reported(
 ) -> SavingsReport:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(lines(*events))
-        return reports.from_logs([file.name], window, NOW, offset)
+        return reports.make_report_from_logs([file.name], window, NOW, offset)
 
 
 def of(user: str, outcome: Outcome, **changes: object) -> EventRecord:
@@ -327,7 +327,7 @@ def test_report_periods_begin_at_local_midnight_and_weeks_on_monday(offset: int)
 def test_report_without_events_has_no_ratio_savings_or_periods() -> None:
     found = reported()
     assert (found.hit_ratio, found.all.saved, found.periods, found.first) == (None, None, (), None)
-    assert json.loads(reports.as_json(found))["events"] == 0
+    assert json.loads(reports.format_json(found))["events"] == 0
 
 
 # --- the command
