@@ -54,8 +54,8 @@ os._exit(boundary._run_to_exit_status(name, root))
 
 # Whether or not somebody listens at /dev/log.
 LOG = """
-_deliver = say
-def say(line, by_slurm):
+_deliver = write_log_line
+def write_log_line(line, by_slurm):
     _deliver(line, False)
 """
 
@@ -96,9 +96,9 @@ def run_after_loading() -> dict[str, str]:
 
 # A copy reads nothing before the other node could answer.
 WAITS = """
-_policy = policy
-def policy(threads, nodes):
-    found = _policy(threads, nodes)
+_make_policy = make_policy
+def make_policy(threads, nodes):
+    found = _make_policy(threads, nodes)
     return SchedulePolicy(found.at_once, found.busy, careful=0, probe=600.0)
 """
 

@@ -41,7 +41,7 @@ def test_slowly_arriving_chunk_does_not_wake_its_thread_for_each_packet(
         return count
 
     monkeypatch.setattr(socket.socket, "recv_into", counted)
-    for patience in ("CONNECT", "STALL"):
+    for patience in ("CONNECT_TIMEOUT", "SILENCE_TIMEOUT"):
         monkeypatch.setattr(connection, patience, 600.0)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
