@@ -4,9 +4,9 @@ import os
 import threading
 from pathlib import Path
 
-from forestage.cache import image
-from forestage.cache.image import AccessRights, SourceImage
+from forestage.cache import source_image
 from forestage.cache.part import Part
+from forestage.cache.source_image import AccessRights, SourceImage
 from forestage.config import Config
 from forestage.sources import source
 from forestage.sources.source import OpenImage
@@ -17,7 +17,7 @@ from forestage.system.as_user import User
 def copy_once(config: Config, path: str, directory: Path) -> None:
     """Leaves the file at `path` as a durable part in `directory`, which must not exist yet."""
     fd = os.open(path, os.O_RDONLY)
-    wanted = SourceImage(image.read_identity(fd, path), AccessRights(0, 0, 0o600))
+    wanted = SourceImage(source_image.read_identity(fd, path), AccessRights(0, 0, 0o600))
     opened = OpenImage(wanted, User("root", 0, 0), fd)
     reading = source.open_source(opened)
     part = Part(directory)

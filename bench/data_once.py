@@ -11,9 +11,9 @@ import time
 from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import load_config
+from forestage.features.data import data_view
 from forestage.features.data import requests as data
-from forestage.features.data import wanted
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 
@@ -48,9 +48,9 @@ def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
     state, end = outcome.result, time.monotonic() + LONGEST
     while state in ("started", "looking", "copying") and time.monotonic() < end:
         time.sleep(0.05)
-        found = wanted.read_job_data(node.leases, 1).trees.get(f"{directory}/")
+        found = data_view.read_job_data(node.leases, 1).trees.get(f"{directory}/")
         state = found.state if found else "looking"
-    print(state, outcome, wanted.read_job_data(node.leases, 1).trees)
+    print(state, outcome, data_view.read_job_data(node.leases, 1).trees)
     return 0
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from host import wait_until
 
+from forestage.cache.job_notes import DirectoryCopyState
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
 from forestage.config import load_config
 from forestage.events import RequestOutcome
+from forestage.features.data import data_view
 from forestage.features.data import requests as data
-from forestage.features.data import wanted
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.system import loop, mounts
 from node import ALICE, Node
@@ -140,7 +140,7 @@ class Place:
         path = f"{self.node.shared / tree}/"
 
         def found() -> DirectoryCopyState | None:
-            one = wanted.read_job_data(self.node.leases, job).trees.get(path)
+            one = data_view.read_job_data(self.node.leases, job).trees.get(path)
             assert one is None or one.state != "declined", one
             return one if one and one.state == "ready" else None
 

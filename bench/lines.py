@@ -51,7 +51,8 @@ KINDS: Mapping[str, Callable[[ClusterSpec], ClusterSpec]] = {
 def become(cluster: Cluster, spec: ClusterSpec) -> bool:
     """Gives the cluster the lines of `spec`; whether it had others. No job may be there.
 
-    A file that is right already is left alone: Prologs go by its times (hooks/background.py).
+    A file that is right already is left alone: Prologs go by its times
+    (hooks/background_prolog.py).
     """
     changed = _write(cluster, "/etc/slurm/plugstack.conf", plugstack_conf(spec))
     if not _write(cluster, "/etc/slurm/slurm.conf", slurm_conf(spec)):

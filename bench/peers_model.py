@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forestage.features.peers import with_peers
+from forestage.features.peers import peer_copy
 from forestage.features.peers.protocol import HANDSHAKE_TIMEOUT
 from forestage.features.peers.ring import SOURCE
 from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, FailureReason
@@ -122,7 +122,7 @@ class World:
         self.read = 0
         self.all = (1 << case.chunks) - 1
         self.names = [f"n{number}" for number in range(case.nodes)]
-        self.policy = with_peers.make_policy(case.threads, case.nodes)
+        self.policy = peer_copy.make_policy(case.threads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
         self.source = Source(self, case.source, case.link / flows)
         self.nodes = {name: Node(name, case.link) for name in self.names}
@@ -172,7 +172,7 @@ class World:
         node.schedule = ChunkSchedule(
             "key", self.names, node.name, range(self.case.chunks), self.case.chunk, self.policy
         )
-        node.readers, node.askers = self.case.threads, with_peers.DOWNLOADS
+        node.readers, node.askers = self.case.threads, peer_copy.DOWNLOADS
         if self.case.nodes == 1:
             node.askers = 0
         self._work(node)

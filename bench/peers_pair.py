@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.cache import image
-from forestage.cache.image import AccessRights, SourceImage
+from forestage.cache import source_image
 from forestage.cache.part import Part
+from forestage.cache.source_image import AccessRights, SourceImage
 from forestage.features.peers import find_peer_client
 from forestage.features.peers.engine import PeerHelpers
 from forestage.sources import source
@@ -60,7 +60,7 @@ class Pair:
         subprocess.run(["sh", "-c", command], check=True)
         fd = os.open(self.source, os.O_RDONLY)
         self.image = SourceImage(
-            image.read_identity(fd, str(self.source)), AccessRights(0, 0, 0o600)
+            source_image.read_identity(fd, str(self.source)), AccessRights(0, 0, 0o600)
         )
         self.node.give(self.image, self.source, CHUNK)
 

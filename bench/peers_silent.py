@@ -48,9 +48,9 @@ sys.path[:0] = [str(REPO / "tests")]
 import busy  # noqa: E402
 import msgspec  # noqa: E402
 
-from forestage.cache import digest, image  # noqa: E402
-from forestage.cache.image import AccessRights, SourceImage  # noqa: E402
+from forestage.cache import digest, source_image  # noqa: E402
 from forestage.cache.part import PartRecord, boot_id  # noqa: E402
+from forestage.cache.source_image import AccessRights, SourceImage  # noqa: E402
 from forestage.features.peers import find_peer_client  # noqa: E402
 from forestage.features.peers.engine import PeerHelpers  # noqa: E402
 from forestage.sources.source import ReadableSource  # noqa: E402
@@ -103,7 +103,9 @@ class Site:
             for _ in range(options.mib):
                 file.write(random.randbytes(MIB))
         fd = os.open(self.file, os.O_RDONLY)
-        self.image = SourceImage(image.read_identity(fd, str(self.file)), AccessRights(0, 0, 0o600))
+        self.image = SourceImage(
+            source_image.read_identity(fd, str(self.file)), AccessRights(0, 0, 0o600)
+        )
         self.digests = [
             digest.digest_chunk(os.pread(fd, self.chunk, at))
             for at in range(0, self.size, self.chunk)

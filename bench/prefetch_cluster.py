@@ -60,8 +60,8 @@ from prefetch_model import zipf  # noqa: E402
 from spec import ALICE, LOGIN, STORE, USERS, Net  # noqa: E402
 
 from forestage import events  # noqa: E402
-from forestage.features.prefetch import expected, marks, service  # noqa: E402
-from forestage.features.prefetch.expected import ExpectedImageList  # noqa: E402
+from forestage.features.prefetch import expected_list, prefetch_record, service  # noqa: E402
+from forestage.features.prefetch.expected_list import ExpectedImageList  # noqa: E402
 from forestage.features.prefetch.policy import ExpectedStarts  # noqa: E402
 from forestage.paths import NodePaths  # noqa: E402
 from forestage.slurm.nodelist import expand_nodelist  # noqa: E402
@@ -200,7 +200,7 @@ class Bench:
         for node in (None, *cluster.nodes):
             known = places(cluster, node)
             service.locate_list(known).unlink(missing_ok=True)
-            marks.locate_record(known).unlink(missing_ok=True)
+            prefetch_record.locate_record(known).unlink(missing_ok=True)
         for node in cluster.nodes:
             fleet.root(["sh", "-c", f"rm -rf {READ}; mkdir -m 1777 {READ}"], node)
         self.configure()
@@ -266,9 +266,9 @@ class Bench:
         now, nodes = time.time(), f"n[1-{NODES}]"
         rows = tuple(ExpectedStarts("all", image, ALICE.uid, n) for image, n in seen.most_common())
         listed = ExpectedImageList(
-            int(now * 1000), now, now + expected.LIST_LASTS, {"all": nodes}, rows
+            int(now * 1000), now, now + expected_list.LIST_LASTS, {"all": nodes}, rows
         )
-        expected.write_list(places(self.fleet.cluster, None), listed)
+        expected_list.write_list(places(self.fleet.cluster, None), listed)
 
     def stage_all(self, chosen: Sequence[Job]) -> None:
         """Has all images of these jobs on all nodes."""

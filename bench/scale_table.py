@@ -24,17 +24,17 @@ import busy
 import msgspec
 
 from forestage import events
-from forestage.cache import evict, image
-from forestage.cache.image import AccessRights, SourceImage
+from forestage.cache import evict, source_image
 from forestage.cache.layout import PROVEN, Cache, Entry
 from forestage.cache.node import Node
+from forestage.cache.source_image import AccessRights, SourceImage
 from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.paths import NodePaths
 from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
-from forestage.stage import wait
+from forestage.stage import copy_wait
 from forestage.system.as_user import User
 
 FEW = 10  # entries
@@ -82,7 +82,7 @@ def clear(places: NodePaths) -> None:
 def fill(cache: Cache, count: int) -> None:
     """Publishes `count` small entries as the stager would leave them."""
     for number in range(count):
-        identity = image.FileIdentity(f"/shared/{number}", number, 4096, number, number)
+        identity = source_image.FileIdentity(f"/shared/{number}", number, 4096, number, number)
         entry = Entry(identity.key, identity, AccessRights(0, 0, 0o644), float(number), "chunks")
         directory = cache.entry_dir(entry.key)
         directory.mkdir()
@@ -125,8 +125,8 @@ def measured(node: Node) -> tuple[float, float, float]:
     end = Deadline.after(60, node.clock)
 
     def look() -> None:
-        with wait.ensure_copy_started(node, job, opened) as copying:
-            wait.wait_for_copy(node, job, opened, copying, end)
+        with copy_wait.ensure_copy_started(node, job, opened) as copying:
+            copy_wait.wait_for_copy(node, job, opened, copying, end)
 
     hit = per_call(look, 200)
     read = per_call(node.cache.stored_entries, 5)

@@ -11,7 +11,7 @@ from forestage.check import CheckReport, CheckTarget, format_report, run_checks
 from forestage.events import EventRecord, RequestOutcome
 from forestage.features.peers import activation
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.terminal import TextLine, escape_control_characters
 
 REPO = Path(__file__).resolve().parents[1]

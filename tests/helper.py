@@ -17,7 +17,7 @@ from forestage.clock import Clock
 from forestage.hooks import user_messages
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.slurm.job import SAVE_OPTION
-from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.step_protocol import LANGUAGE
 from forestage.system.as_user import User
 from node import ALICE, HANGS, Node, start_hook
 

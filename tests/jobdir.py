@@ -20,10 +20,10 @@ from forestage.events import RequestOutcome
 from forestage.features.contexts import StepPart
 from forestage.features.data import job_dir
 from forestage.features.data import requests as data
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
-from forestage.stage.wait import ProgressCallback, ignore_progress
-from forestage.system import holder, loop, mounts
+from forestage.stage.copy_wait import ProgressCallback, ignore_progress
+from forestage.system import daemon, loop, mounts
 from forestage.system.as_user import User
 from node import ALICE
 
@@ -84,7 +84,7 @@ class Dirs:
         if line[0] == "served":
             assert line[2:] == (target, "root")
             clone, point = (
-                holder.fetch_mount_clone(Path(line[1]), "job-dir"),
+                daemon.fetch_mount_clone(Path(line[1]), "job-dir"),
                 os.open(target, os.O_PATH),
             )
             mounts.attach_mount(clone, point)

@@ -21,11 +21,11 @@ from typing import TypeVar
 import squashfs
 from forestage import events, trace
 from forestage.bind import redirect
-from forestage.cache import image
-from forestage.cache.image import FileIdentity
+from forestage.cache import source_image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.part import Part
+from forestage.cache.source_image import FileIdentity
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.events import Outcome
@@ -33,8 +33,8 @@ from forestage.hooks import boundary, epilog, prolog, step  # noqa: F401  (each 
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.paths import NodePaths
 from forestage.slurm.job import SAVE_OPTION
-from forestage.slurm.queue import JobState, SlurmClient
-from forestage.stage import engines, queue  # noqa: F401  (each stager would import them)
+from forestage.slurm.slurm_client import JobState, SlurmClient
+from forestage.stage import copy_queue, engines  # noqa: F401  (each stager would import them)
 from forestage.system import lock, mounts
 from forestage.system.as_user import User
 from forestage.views.through.keeper import PROCESS_NAME, SERVER_NAME
@@ -309,7 +309,7 @@ class Node:
         """The identity of a path's source, as the server has it now."""
         fd = os.open(self.server / path.relative_to(self.shared), os.O_RDONLY)
         try:
-            return image.read_identity(fd, str(path))
+            return source_image.read_identity(fd, str(path))
         finally:
             os.close(fd)
 

@@ -22,9 +22,9 @@ import msgspec
 import pytest
 
 from forestage.cache import digest
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.clock import Clock
 from forestage.config import Config, ServiceAddress, load_config, parse_address
 from forestage.config.keys import PeersSection
@@ -52,7 +52,7 @@ from pathlib import Path
 from forestage.commands.main import main
 from forestage.clock import Clock
 from forestage.paths import NodePaths
-from forestage.commands.world import CommandContext
+from forestage.commands.command_context import CommandContext
 root, munge, node = sys.argv[1:]
 main(["peer", "--node", node], obj=CommandContext(NodePaths(Path(root), munge), Clock()))
 """
@@ -69,8 +69,8 @@ PeersSection.of = lambda peers, node: (
 
 # A machine may stand still: clients may wait, or take no bytes, as long as they like.
 PATIENT = """
-from forestage.features.peers import auth, listening, server, sessions
-server.MAX_CHUNK_WAIT, listening.USER_TIMEOUT = 99.0, 0
+from forestage.features.peers import auth, listen_sockets, server, sessions
+server.MAX_CHUNK_WAIT, listen_sockets.USER_TIMEOUT = 99.0, 0
 sessions.PROOF_TIMEOUT = server.CONNECTION_IDLE = sessions.SESSION_IDLE = 3600.0
 auth.CREDENTIAL_SECONDS, auth.MUNGE_TIMEOUT = 3600, 3600.0
 """

@@ -24,7 +24,7 @@ from node import HANGS, until
 COMMAND = """#!{python}
 import sys
 from pathlib import Path
-from forestage.cache import disk
+from forestage.cache import disk_probe
 from forestage.commands.main import CommandContext, main
 from forestage.clock import Clock
 from forestage.paths import NodePaths

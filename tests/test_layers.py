@@ -54,7 +54,7 @@ ALLOWED = {
     "aiohttp": {"features.peers"},
     "ClusterShell": {"slurm", "features.prepare"},
     "click": {"commands", "features.doors"},  # in the latter for types
-    "rich": {"commands", "system.drawing"},
+    "rich": {"commands", "system.render"},
     "jinja2": {"features.report"},
     "prometheus_client": {"features.metrics.export"},
 }
@@ -68,15 +68,20 @@ STARTERS = {
         "commands.tend",
         "features.prepare.warm",
     ),  # as who calls them
-    *("check.enable", "check.hooks", "features.registry.checks", "check.sources"),
-    *("slurm.queue", "slurm.release"),
+    *(
+        "check.enable_plan",
+        "check.hook_findings",
+        "features.registry.checks",
+        "check.source_findings",
+    ),
+    *("slurm.slurm_client", "slurm.slurm_release"),
     *("features.data.job_disk", "features.data.directory", "features.peers.auth", "stage.engines"),
 }
 """Modules that may start programs: none runs for a job's user, or parses what users wrote."""
 
 FOR_USERS = {
-    "features.data.fill",
-    "features.data.serving",
+    "features.data.job_dir_fill",
+    "features.data.squashfs_server",
     "features.registry.step_image",
     "features.registry.worker",
     "stage.fstab",
@@ -89,8 +94,8 @@ FOR_WORKERS = {
     *(
         "features.registry.environment",
         "features.registry.resolve",
-        "features.registry.importing",
-        "features.registry.worker_pipe",
+        "features.registry.enroot_import",
+        "features.registry.parent_pipe",
     ),
 }
 """Those that start one as the user whom their process is (run.run_as_current_user,
@@ -98,12 +103,18 @@ start_in_current_session): what runs there is the user's own, and so is what it 
 """
 
 SEARCHERS = {
-    *("features.prepare.pack", "check.site", "check.enroot", "check.hooks", "check.node"),
     *(
-        "features.registry.answers",
+        "features.prepare.pack",
+        "check.slurm_site",
+        "check.enroot_findings",
+        "check.hook_findings",
+        "check.node_findings",
+    ),
+    *(
+        "features.registry.registry_replies",
         "features.registry.credentials",
         "features.registry.environment",
-        "features.registry.importing",
+        "features.registry.enroot_import",
     ),
     *(
         "features.registry.reference",
@@ -111,9 +122,9 @@ SEARCHERS = {
         "slurm.nodelist",
         "features.peers.slurm_nodes",
         "features.prefetch.slurm_queries",
-        "slurm.release",
+        "slurm.slurm_release",
     ),
-    *("system.mksquashfs", "system.processes", "features.data.fill"),
+    *("system.mksquashfs", "system.processes", "features.data.job_dir_fill"),
 }
 """Modules that search in a text. Who can write into it, docs/security.md says ("Texts of others"):
 where that is any user, and others would pay for what is found, it is matched whole.
@@ -129,53 +140,57 @@ ONE_IMPORTER = {
             "features.prepare.warm_node",
             "features.data.copy_in",
             "features.data.job_ram",
-            "features.data.serving",
+            "features.data.squashfs_server",
         ),
-        *("views.through.keeper_process", "views.through.server", "features.registry.obtain"),
+        *(
+            "views.through.keeper_process",
+            "views.through.read_server",
+            "features.registry.image_import",
+        ),
         "features.data.file_readers",
     },
     "imported late: who does without it does not pay for it": {
         *(
             "hooks.earlier_job",
             "hooks.prolog",
-            "hooks.script",
+            "hooks.hook_work",
         ),
         *(
             "stage.pipeline",
             "features.report.page",
             "slurm.pyslurm",
-            "system.drawing",
+            "system.render",
         ),
     },
     "pure, or nearly: it decides, its importer acts": {
-        *("features.report.text", "views.through.reads"),
+        *("features.report.text", "views.through.read_policy"),
         "cache.baseline",
     },
     "a file, or what another program writes, read and written here only": {
         *("config.memo", "features.registry.credentials", "features.registry.import_lease"),
-        *("features.registry.importing", "stage.fstab", "features.peers.auth_key"),
+        *("features.registry.enroot_import", "stage.fstab", "features.peers.auth_key"),
     },
     "one side of a conversation": {
         *(
             "features.data.directory_record",
-            "features.registry.waiting",
+            "features.registry.waiting_tasks",
             "features.peers.local_chunks",
         ),
-        *("features.peers.sessions", "features.peers.listening"),
+        *("features.peers.sessions", "features.peers.listen_sockets"),
     },
-    "a kind of source": {"features.data.open_tree"},
+    "a kind of source": {"features.data.directory_source"},
     "all of a folder's door": {"config.load"},
 }
 """Modules that one other imports, and why they are not a part of it. commands/ and check/ import
 a module for each command and each finding, and do not count as importers; neither do doors.
 """
 
-FEATURES_TOO = {"cache.said", "hooks.bare_name", "system.apart", "system.mksquashfs"}
+FEATURES_TOO = {"cache.job_notes", "hooks.bare_name", "system.pid_namespace", "system.mksquashfs"}
 """Modules that one other of the core imports, and a feature: it may be deleted."""
 
 LATE = (
-    *("features.data.requests", "features.registry.step_image", "features.registry.waiting"),
-    "features.registry.messages",
+    *("features.data.requests", "features.registry.step_image", "features.registry.waiting_tasks"),
+    "features.registry.worker_messages",
 )
 """Modules that few hooks import, and that import as late as what is in hooks/ and commands/."""
 
@@ -244,7 +259,10 @@ def test_no_file_of_forestage_is_opened_in_a_way_that_blocks_on_a_fifo() -> None
     """system/files.read_file and overwrite do not; in /proc and /sys there is none."""
     waiting = {"read_text", "read_bytes", "write_text", "write_bytes"}
     kernels = ("Path('/proc/", "Path(f'/proc/", "Path(CONNECTIONS,", "ahead")  # both in /sys
-    alone = {"features.data.serving", "views.through.keeper_process"}  # below an empty file system
+    alone = {
+        "features.data.squashfs_server",
+        "views.through.keeper_process",
+    }  # below an empty file system
     for module in MODULES:
         for node in ast.walk(tree(module)):
             called = node.func if isinstance(node, ast.Call) else None
@@ -356,8 +374,8 @@ WHOEVERS = {
     "hooks.leases",
     "hooks.epilog",
     "hooks.earlier_job",
-    "hooks.background",
-    "features.data.wanted",
+    "hooks.background_prolog",
+    "features.data.data_view",
 }
 WHOEVERS |= {"features.data.directory_record"}
 """Modules that read a lease to compare its user themselves."""
@@ -600,7 +618,7 @@ def body(name):
 boundary._run_to_exit_status = body
 before = set(sys.modules)
 sys.argv = ["/usr/lib/forestage/bin/forestage", "step"]
-from forestage.commands.entry import main
+from forestage.commands.console_script import main
 main()
 """
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import image
-from forestage.cache.image import AccessRights, SourceImage
+from forestage.cache import source_image
+from forestage.cache.arrival_map import ArrivalMap
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node as Here
-from forestage.cache.readers import ArrivalMap
+from forestage.cache.source_image import AccessRights, SourceImage
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.slurm.hints import JobHints
@@ -53,8 +53,12 @@ def here(node: Node) -> Here:
 def opened(path: Path, user: User = ALICE) -> OpenImage:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     facts = os.fstat(fd)
-    access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
-    return OpenImage(SourceImage(image.identity_from_stat(facts, str(path)), access), user, fd)
+    access = AccessRights(
+        facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, source_image.read_acl(fd)
+    )
+    return OpenImage(
+        SourceImage(source_image.identity_from_stat(facts, str(path)), access), user, fd
+    )
 
 
 def task(here: Here, opened: OpenImage, **keys: object) -> CopyTask:

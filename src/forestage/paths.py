@@ -80,7 +80,7 @@ class NodePaths(msgspec.Struct, frozen=True):
 
     @property
     def background(self) -> Path:
-        """Whose Prologs may end before their work does, see hooks/background.py."""
+        """Whose Prologs may end before their work does, see hooks/background_prolog.py."""
         return self.run / "background"
 
     def called(self, hook: str) -> Path:
@@ -99,7 +99,7 @@ class NodePaths(msgspec.Struct, frozen=True):
 
     @property
     def through(self) -> Path:
-        """A directory for each image that read-through servers show, see cache/readers.py."""
+        """A directory for each image that read-through servers show, see cache/arrival_map.py."""
         return self.run / "through"
 
     @property
@@ -109,7 +109,7 @@ class NodePaths(msgspec.Struct, frozen=True):
 
     @property
     def served(self) -> Path:
-        """A socket for each file that is mounted in a step, see features/data/serving.py."""
+        """Sockets of the files mounted in steps, see features/data/squashfs_server.py."""
         return self.run / "served"
 
     @property
@@ -127,7 +127,7 @@ class NodePaths(msgspec.Struct, frozen=True):
     @property
     def collected(self) -> Path:
         """When this node's sweep looked at the store of images, see
-        features/registry/store_by_hand.py."""
+        features/registry/store_commands.py."""
         return self.run / "collected"
 
     @property
@@ -161,18 +161,18 @@ class NodePaths(msgspec.Struct, frozen=True):
 
     @property
     def proven(self) -> Path:
-        """Which other node has proven last that it has our key, see features/peers/proven.py."""
+        """Which other node last proved its key, see features/peers/proven_node.py."""
         return self.run / "proven.json"
 
     @property
     def wrong(self) -> Path:
         """A file for each key of which some node read wrong bytes, see
-        features/peers/notices.py."""
+        features/peers/wrong_data_notices.py."""
         return self.run / "wrong"
 
     @property
     def unanswered(self) -> Path:
-        """A file for each node whose peer service was silent, see features/peers/unanswered.py."""
+        """A file for each node without an answer, see features/peers/silent_nodes.py."""
         return self.run / "unanswered"
 
     @property

@@ -1,4 +1,4 @@
-/* What of a job's data is shown in its steps? As the helper's lines say (features/data/wanted.py).
+/* What of a job's data is shown in its steps? As the helper's lines say (features/data/data_view.py).
 */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -14,7 +14,7 @@
 #include "plugin.h"
 
 #define KEEPER_TIMEOUT_S 1 /* for each packet to or from the keeper; below LIMIT_MS */
-#define MOUNT_REQUEST "mount"    /* asks for a clone of its mount: system/holder.py */
+#define MOUNT_REQUEST "mount"    /* asks for a clone of its mount: system/daemon.py */
 
 /* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount

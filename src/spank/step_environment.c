@@ -13,7 +13,7 @@
 
 #define SAVED_PREFIX "FORESTAGE_WAS_"
 #define SEED_PREFIX JOB_DIR "/seed/"
-#define MAX_NAME_BYTES 128 /* more than a seed's variable and SAVED_PREFIX (features/data/fill.py) */
+#define MAX_NAME_BYTES 128 /* more than a seed's variable and SAVED_PREFIX (features/data/job_dir_fill.py) */
 #define MAX_OWN_VARIABLES 256 /* more than forestage sets for a step */
 
 /* The value of the first variable of that name, which is the one that Slurm finds, or NULL. */

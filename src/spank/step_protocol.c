@@ -1,5 +1,5 @@
 /*
- * The lines in which a helper answers (slurm/lines.py), taken apart. All that reads them does so here:
+ * The lines in which a helper answers (slurm/step_protocol.py), taken apart. All that reads them does so here:
  * a line that is not as the table has it counts for nothing, and what it means is never guessed.
  */
 #include <errno.h>

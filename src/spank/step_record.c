@@ -15,7 +15,7 @@
 
 #define EVENT_BYTES (RECORD_BYTES + 200)
 #define MAX_USER_FILES 32 /* files of the user's; one with more asks a helper */
-#define PROLOG_TIMEOUT_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background.py) */
+#define PROLOG_TIMEOUT_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background_prolog.py) */
 
 struct recorded_image {
 	char *event_log;  /* its path */
@@ -231,7 +231,7 @@ static void append_user_event(uid_t uid, const char *line)
 	close(fd);
 }
 
-/* As events/log.py writes it. */
+/* As events/event_log.py writes it. */
 void append_event(const char *log_path, const struct event *event)
 {
 	const long long now = read_clock_us(CLOCK_REALTIME), duration_us = event->duration_us;

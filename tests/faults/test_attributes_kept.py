@@ -17,10 +17,10 @@ from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_config
 from forestage.errors import Declined
-from forestage.features.data import manifest, wanted
+from forestage.features.data import data_view, manifest
 from forestage.features.data import requests as data
 from forestage.features.data.manifest import DirectoryManifest
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.sources import opening, source
 from forestage.system import files, loop, mounts
@@ -129,7 +129,7 @@ def test_step_is_declined_a_directory_that_changed_on_the_server(
     node.prolog(1, comment=f"stage={kept.point}/")
 
     def state() -> str:
-        one = wanted.read_job_data(node.leases, 1).trees.get(f"{kept.point}/")
+        one = data_view.read_job_data(node.leases, 1).trees.get(f"{kept.point}/")
         return one.state if one and one.state in ("ready", "declined") else ""
 
     assert until(state, "the tree") == "ready"

@@ -15,7 +15,7 @@ from fault import image, source_bytes
 from forestage.cache import disk_errors
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.as_user import User
 from forestage.system.files import open_descriptor
 from node import BOB, Node, until

@@ -12,7 +12,7 @@ import pytest
 from fault import MIB, Points, image, served, shut_down, untouched
 
 from forestage.commands import explain, status
-from forestage.hooks import limit
+from forestage.hooks import hook_deadlines
 from helper import Helper, ask, environ
 from node import BOB, Node, make_read_only
 from through import here
@@ -118,9 +118,9 @@ def test_job_on_a_full_disk_reads_its_source_and_explain_reports_no_room(
     node: Node, scratch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        limit, "SMALL_IMAGE_BYTES", 0
+        hook_deadlines, "SMALL_IMAGE_BYTES", 0
     )  # nobody waits for the copy of an image that is larger
-    monkeypatch.setattr(limit, "SHORT_WAIT", 600.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 600.0)
     node.configure(redirect="spank", cold=None)
     node.prolog(1, node.put("alice/first.sqsh"))  # there are locks to take
     fill(node, 0)

@@ -21,8 +21,8 @@ from fault import Beside, beside, image
 from forestage.cache import disk_errors
 from forestage.commands import evict, status, sweep
 from forestage.errors import Declined
-from forestage.slurm.lines import LANGUAGE
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.slurm.step_protocol import LANGUAGE
 from forestage.system import lock, probe
 from node import ALICE, HANGS, Node, comm, until
 from through import here
@@ -225,11 +225,11 @@ def test_status_reports_a_disk_with_hanging_reads(node: Node, suspended: Hangs) 
 # A hook on the test's node, whose child takes the disk for a healthy one, and hangs with it.
 SCRIPT = """
 import os, sys
-from forestage.cache import disk
-from forestage.hooks import boundary, prolog, step, watch
+from forestage.cache import disk_probe
+from forestage.hooks import boundary, prolog, step, hook_worker
 from forestage.system import probe
-hook, hangs = os.getpid(), disk.probe_disk
-probe.LIMIT, watch.PROBE_INTERVAL, watch.HANG_AFTER = 0.2, 0.2, float(sys.argv[3])
+hook, hangs = os.getpid(), disk_probe.probe_disk
+probe.LIMIT, hook_worker.PROBE_INTERVAL, hook_worker.HANG_AFTER = 0.2, 0.2, float(sys.argv[3])
 def known(*args):
     if os.getpid() != hook:
         return None
@@ -237,7 +237,7 @@ def known(*args):
     if found:
         os.write(2, b"hangs\\n")
     return found
-disk.probe_disk = known
+disk_probe.probe_disk = known
 def hang(node, *args):
     os.mkdir(node.cache.root / "new")
 prolog.serve_prolog = step.serve_step = hang

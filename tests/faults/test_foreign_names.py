@@ -19,7 +19,7 @@ from far import Far
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import erofs, manifest
-from forestage.features.data.open_tree import DirectorySource
+from forestage.features.data.directory_source import DirectorySource
 from forestage.system import mounts
 from node import ALICE, BOB, Node, content, read_as
 

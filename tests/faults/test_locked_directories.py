@@ -173,9 +173,9 @@ def test_hanging_reader_of_a_users_event_file_blocks_no_hook_and_no_sweep(
 # A hook on the test's node.
 HASTY = """
 import os, sys
-from forestage.hooks import boundary, watch
+from forestage.hooks import boundary, hook_worker
 from forestage.system import probe
-probe.LIMIT, watch.PROBE_INTERVAL, watch.HANG_AFTER = 0.2, 0.2, 0.3
+probe.LIMIT, hook_worker.PROBE_INTERVAL, hook_worker.HANG_AFTER = 0.2, 0.2, 0.3
 os._exit(boundary._run_to_exit_status(sys.argv[1], sys.argv[2]))
 """
 

@@ -18,7 +18,7 @@ from fault import CHUNKS, Points, Until, beside, image, served
 from forestage.bind import unmount
 from forestage.features.data import manifest
 from forestage.sources import source
-from forestage.stage import queue
+from forestage.stage import copy_queue
 from forestage.system import file_systems, mounts
 from node import ALICE, BOB, Later, Node, read_as, until
 
@@ -239,7 +239,7 @@ def test_file_server_with_half_a_second_per_call_delays_no_hook_past_its_deadlin
 def test_hanging_copy_yields_its_slot_and_is_resumed_after_being_killed(
     node: Node, far: Far, points: Points, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(queue, "STALLED_AFTER", 0.5)
+    monkeypatch.setattr(copy_queue, "STALLED_AFTER", 0.5)
     node.configure(max_copies=1, threads=1)
     path, other = put(far), node.put("alice/image.sqsh")
     hangs = tmp_path / "hangs"

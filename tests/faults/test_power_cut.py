@@ -16,7 +16,7 @@ from fault import MIB, Points, image, kill_stager, shut_down
 from boot import Boot
 from forestage.commands import sweep
 from forestage.events import CopyOutcome
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import mounts
 from node import Node, children_left, unmount, until
 from through import here

@@ -18,7 +18,7 @@ from forestage.cache.part import PROCESS_NAME
 from forestage.check import CheckReport, CheckTarget
 from forestage.clock import Clock, Deadline
 from forestage.sources import opening
-from forestage.stage import stager, wait
+from forestage.stage import copy_wait, stager
 from forestage.system import mounts, probe, tree
 from node import Node, children_left, comm, until
 
@@ -192,7 +192,7 @@ def test_job_stops_waiting_early_for_a_slow_source_and_the_copy_completes(
         return deadlines[-1]
 
     monkeypatch.setattr(Deadline, "after", noting)
-    monkeypatch.setattr(wait, "OBSERVE", 0.5)
+    monkeypatch.setattr(copy_wait, "OBSERVE", 0.5)
     node.configure(deadline="20s", threads=1)
     path = far.put("image.sqsh", data)
     far.behaves(reads=200)  # of up to 128 KiB each
@@ -217,7 +217,7 @@ def test_check_ends_and_finds_the_hanging_source(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also what else leads there is not walked to: enroot's binds, and the cache's own path."""
-    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.3)
+    monkeypatch.setattr(check.source_findings, "SOURCE_TIMEOUT", 0.3)
     monkeypatch.setattr(tree, "HANGS", 0.3)
     far.put("image.sqsh", image())
     (far.folder / "images").mkdir()
@@ -245,7 +245,7 @@ def test_check_ends_and_finds_the_hanging_source(
 def test_check_finds_a_hanging_mount_below_a_source(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.3)
+    monkeypatch.setattr(check.source_findings, "SOURCE_TIMEOUT", 0.3)
     node.configure()
     seen = node.places.root / str(node.shared).lstrip("/")
     seen.mkdir(parents=True)
@@ -269,7 +269,7 @@ def test_check_finds_an_image_with_hanging_reads_after_a_job_was_declined(
     node: Node, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server answers all else: a job has met it."""
-    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(check.source_findings, "SOURCE_TIMEOUT", 0.5)
     monkeypatch.setattr(opening, "HOOK_TIMEOUT", 0.3)
     node.configure(deadline="1h")
     path = far.put("image.sqsh", image())

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from fault import Gate, Points, kill_stager, source_bytes
 
+from forestage.cache.arrival_map import NOW
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.part import PartRecord, boot_id
-from forestage.cache.readers import NOW
 from forestage.errors import Declined
 from forestage.stage import stager
 from forestage.system import lock
-from forestage.system.holder import StartChannel
-from forestage.views.through import keeper_process, reads
-from forestage.views.through.reads import RUN
+from forestage.system.daemon import StartChannel
+from forestage.views.through import keeper_process, read_policy
+from forestage.views.through.read_policy import RUN
 from node import ALICE, Node, until
 from through import MIB, Copy, Shown, Through, opened, read_fresh, reading, shows, task
 
@@ -78,7 +78,7 @@ def test_reader_that_gave_up_waiting_still_requests_its_pieces_from_the_copy(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PATIENCE", "LONGEST", "BEGIN"):
-        monkeypatch.setattr(reads, name, 200.0)
+        monkeypatch.setattr(read_policy, name, 200.0)
 
 
 def test_sequential_reader_waits_for_a_copy_that_is_about_to_begin(

@@ -16,10 +16,10 @@ from fault import MIB, source_bytes
 from forestage.cache.lease import EntryUse, Lease
 from forestage.errors import Declined
 from forestage.system import fuse, mounts
-from forestage.views.through import keeper, keeper_process, server
+from forestage.views.through import keeper, keeper_process, read_server
 from forestage.views.through.keeper import list_keepers
 from forestage.views.through.keeper_process import Keeper
-from forestage.views.through.server import ReadServer
+from forestage.views.through.read_server import ReadServer
 from node import ALICE, BOB, Node, children_left, until
 from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh, servers_of, task
 
@@ -28,7 +28,7 @@ from through import SIZE, Aside, Copy, Shown, Through, here, opened, read_fresh,
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keepers that let go as soon as no lease needs them."""
     monkeypatch.setattr(keeper_process, "UNNEEDED", 0.0)
-    monkeypatch.setattr(server, "NEED_BEATS", 1)
+    monkeypatch.setattr(read_server, "NEED_BEATS", 1)
 
 
 def leased(node: Node) -> Path:
@@ -289,9 +289,9 @@ from forestage.views.through import keeper, keeper_process
 from forestage.cache.node import Clock, Config, Node, NodePaths
 from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
-from forestage.sources.source import SourceImage, OpenImage, User, image
+from forestage.sources.source import SourceImage, OpenImage, User, source_image
 from forestage.stage.task import CopyTask
-from forestage.cache.image import AccessRights
+from forestage.cache.source_image import AccessRights
 
 class Gone:
     def find_spec(self, name, path=None, target=None):
@@ -302,7 +302,7 @@ top, path = map(Path, sys.argv[1:3])
 fd = os.open(path, os.O_RDONLY)
 facts = os.fstat(fd)
 access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
-found = SourceImage(image.identity_from_stat(facts, str(path)), access)
+found = SourceImage(source_image.identity_from_stat(facts, str(path)), access)
 opened = OpenImage(found, User("", 1, 1), fd)
 node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
 job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())

@@ -19,7 +19,7 @@ from fault import MIB, shut_down, source_bytes
 from forestage.system import mounts
 from forestage.views.through import keeper_process
 from forestage.views.through.keeper_process import Keeper
-from forestage.views.through.server import ReadServer
+from forestage.views.through.read_server import ReadServer
 from node import HANGS, Node, until
 from through import SIZE, Aside, Copy, Shown, direct, read_fresh, reading, servers_of, shows
 

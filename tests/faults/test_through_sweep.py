@@ -12,8 +12,8 @@ from fault import source_bytes
 
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
-from forestage.slurm.queue import SlurmClient
-from forestage.views.through import remains
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.views.through import keeper_cleanup
 from forestage.views.through.keeper import PROCESS_NAME
 from node import BOB, Later, Node, until
 from through import Aside, Copy, Shown, Through, direct, read_fresh
@@ -70,8 +70,8 @@ def test_kill_keeper_kills_no_other_process_with_the_keepers_pid(shown: Shown) -
     through = shown()
     ((spot, state),) = through.living()
     other = Aside(signal.pause)
-    remains.kill_keeper(
-        remains.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0)
+    keeper_cleanup.kill_keeper(
+        keeper_cleanup.LivingKeeper(spot, msgspec.structs.replace(state, pid=other.pid), 0.0)
     )
     until(lambda: not through.living(), "the keeper's end")
     assert read_fresh(through.path) == source_bytes()
@@ -94,7 +94,7 @@ def test_users_process_that_imitates_a_keeper_is_not_killed(shown: Shown) -> Non
 
     other = Aside(pretend)
     assert os.read(ready, 1) == b"x"
-    remains.kill_keeper(remains.LivingKeeper(spot, state, 0.0))
+    keeper_cleanup.kill_keeper(keeper_cleanup.LivingKeeper(spot, state, 0.0))
     until(lambda: not through.living(), "the keeper's end")
     os.kill(other.pid, signal.SIGTERM)
     assert other.ended() == -signal.SIGTERM

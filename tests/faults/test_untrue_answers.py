@@ -22,14 +22,14 @@ from forestage.cache import digest
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.config import load_config
-from forestage.features.data import erofs, manifest, open_tree
+from forestage.features.data import directory_source, erofs, manifest
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
 from forestage.stage.task import CopyTask
 from forestage.system import as_user, files
-from forestage.system.holder import StartReport
+from forestage.system.daemon import StartReport
 from node import ALICE, Node
 
 CHUNK = 1 << 20
@@ -77,7 +77,7 @@ class Copier:
         looked = self.node.clock.wall()
         found = manifest.scan_directory(root, resolved, ALICE, 1000)
         made = erofs.compute_layout(found, {})
-        tree = open_tree.DirectorySource(root, found, made, ALICE, 1000, Clock(), looked)
+        tree = directory_source.DirectorySource(root, found, made, ALICE, 1000, Clock(), looked)
         true = bytearray(made.size)
         true[: len(made.head)] = made.head
         for start, number in zip(made.starts, made.numbers, strict=True):

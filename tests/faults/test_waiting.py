@@ -21,7 +21,7 @@ from fault import (
 )
 
 from forestage.cache.part import Part, PartRecord
-from forestage.stage import queue
+from forestage.stage import copy_queue
 from node import ALICE, BOB, Node, until
 
 
@@ -63,7 +63,9 @@ def test_copy_continues_after_the_hooks_deadline(node: Node, points: Points, gat
 def test_at_most_max_copies_run_at_once_and_queued_copies_run_in_order(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
+    monkeypatch.setattr(
+        copy_queue, "STALLED_AFTER", 3600.0
+    )  # who waits at the gate keeps its place
     node.configure(max_copies=most, max_user_share="100%")
     paths = [node.put(f"alice/{n}.sqsh", image(n)) for n in range(5)]
     points.at("reserved", gate, nth=None)
@@ -122,7 +124,9 @@ def test_two_stagers_queued_at_the_same_moment_copy_in_turn(
     node: Node, points: Points, gate: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The one that asked first is slow to say so; the second must not pass it unseen."""
-    monkeypatch.setattr(queue, "STALLED_AFTER", 3600.0)  # who waits at the gate keeps its place
+    monkeypatch.setattr(
+        copy_queue, "STALLED_AFTER", 3600.0
+    )  # who waits at the gate keeps its place
     node.configure(max_copies=1)
     first, second = (node.put(f"alice/{n}.sqsh", image(n)) for n in (1, 2))
     slow = node.identity(first).key

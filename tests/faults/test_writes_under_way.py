@@ -17,8 +17,8 @@ from fault import MIB, Points
 from fault import image as content
 from parked import BLOCK, Parked
 
-from forestage.cache.image import identity_from_stat
-from forestage.features.data import retry, wanted
+from forestage.cache.source_image import identity_from_stat
+from forestage.features.data import data_view, retry
 from node import ALICE, Node, until
 
 OFFSET = 40 * BLOCK
@@ -151,7 +151,7 @@ def staged(node: Node, path: Path, job: int) -> tuple[str, str]:
     node.prolog(job, comment=f"stage={path}/")
 
     def found() -> tuple[str, str] | None:
-        one = wanted.read_job_data(node.leases, job).trees.get(f"{path}/")
+        one = data_view.read_job_data(node.leases, job).trees.get(f"{path}/")
         return (one.state, one.reason) if one and one.state in ("ready", "declined") else None
 
     return until(found, "the tree")  # type: ignore[return-value]

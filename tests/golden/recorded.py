@@ -13,12 +13,12 @@ from typing import NamedTuple
 import peering
 from forestage import config, log
 from forestage.cache import disk_errors, entry_sum
-from forestage.features.data import mounted, serving
-from forestage.features.peers import auth, connection, protocol, with_peers
-from forestage.hooks import leases, step, user_messages, watch
+from forestage.features.data import squashfs_mount, squashfs_server
+from forestage.features.peers import auth, connection, peer_copy, protocol
+from forestage.hooks import hook_worker, leases, step, user_messages
 from forestage.sources import opening, source
 from forestage.stage import pipeline
-from forestage.system import holder, probe, writers
+from forestage.system import daemon, probe, writers
 from node import HANGS, Node
 
 # Also in all that it forks; what it executes, as a registry's worker, is not recorded.
@@ -66,18 +66,18 @@ LIMITS = {
     connection: ("CONNECT_TIMEOUT", "SILENCE_TIMEOUT"),
     disk_errors: ("LOCK_TIMEOUT", "LOOK_TIME"),
     entry_sum: ("PATIENCE",),
-    holder: ("START",),
+    daemon: ("START",),
     leases: ("SHORT_LOCK_TIMEOUT",),
-    mounted: ("INSPECT_TIMEOUT",),
+    squashfs_mount: ("INSPECT_TIMEOUT",),
     opening: ("HOOK_TIMEOUT",),
     pipeline: ("PROGRESS_EVERY",),
     probe: ("LIMIT",),
     protocol: ("HANDSHAKE_TIMEOUT",),
-    serving: ("BEGIN", "SERVE_TIMEOUT"),
+    squashfs_server: ("BEGIN", "SERVE_TIMEOUT"),
     source: ("STAGER_TIMEOUT",),
     step: ("NAME_TIMEOUT",),
     user_messages: ("FIRST_MESSAGE_AFTER",),
-    watch: ("PROBE_INTERVAL",),
+    hook_worker: ("PROBE_INTERVAL",),
     writers: ("LOOK",),
 }
 
@@ -90,7 +90,7 @@ def run_after_loading() -> dict[str, str]:
         module.__name__: "".join(f"{name} = 600.0\n" for name in names)
         for module, names in LIMITS.items()
     }
-    code[with_peers.__name__] = WAITS
+    code[peer_copy.__name__] = WAITS
     return code | {log.__name__: LOG, config.__name__: peering.FINDS.format(places=peering._places)}
 
 

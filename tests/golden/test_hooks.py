@@ -34,16 +34,16 @@ import node as nodes
 import peering
 from forestage.cache.node import Node as CacheNode
 from forestage.clock import Clock
+from forestage.commands.command_context import CommandContext
 from forestage.commands.main import main
-from forestage.commands.world import CommandContext
 from forestage.config import load_config
-from forestage.features.data import job_disk, serving
+from forestage.features.data import job_disk, squashfs_server
 from forestage.features.prefetch import prefetch_node
-from forestage.features.prefetch.expected import LIST_LASTS, ExpectedImageList
+from forestage.features.prefetch.expected_list import LIST_LASTS, ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.features.registry import step_files
 from forestage.hooks.boundary import IMAGE_OPTION
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import loop
 from forestage.system.as_user import User
 from goldens import as_text, compare, compare_imports, must_be_as_kept, normalise
@@ -51,7 +51,7 @@ from node import ALICE, Node, children_left, content, until
 
 MANAGER = """exec 3>&1
 setpriv --reuid={0} --regid={0} --clear-groups sh -c 'echo $$ >&3; exec sleep 600' & read end"""
-OF_STEPS = (serving.PROCESS_NAME, step_files.PROCESS_NAME)
+OF_STEPS = (squashfs_server.PROCESS_NAME, step_files.PROCESS_NAME)
 LINGERS = (*OF_STEPS, job_disk.PROCESS_NAME)
 NOW = time.time() - 2000
 OLD = 3600  # seconds: what was written to lately is not copied ahead

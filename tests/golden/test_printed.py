@@ -25,7 +25,7 @@ from forestage.events import (
     RequestOutcome,
     append_events,
 )
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from goldens import as_text, compare, must_be_as_kept, normalise
 from node import Idle
 

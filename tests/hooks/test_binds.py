@@ -14,7 +14,7 @@ import pytest
 
 from forestage.cache.layout import Entry
 from forestage.clock import Clock
-from forestage.hooks import container_binds, limit
+from forestage.hooks import container_binds, hook_deadlines
 from forestage.hooks.boundary import HookRun
 from forestage.slurm.enroot import UNKNOWN
 from forestage.slurm.job import HOME_OPTION, NO_HOME_OPTION
@@ -424,7 +424,7 @@ def test_prolog_declines_an_image_with_an_fstab_that_binds_a_parent_directory(
 def test_stager_mounts_no_redirect_for_an_image_with_an_fstab_that_may_bind_a_parent_directory(
     node: Node, packed: Packed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     node.configure(cold="shared")
     path = node.put("images/image.sqsh", packed("${DATA} /data none bind\n"))
     with held_at("checked", tmp_path):

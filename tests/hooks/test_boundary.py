@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from forestage.hooks import boundary as hooks
-from forestage.hooks.boundary import HookRun, _main
+from forestage.hooks.boundary import HookRun, _run_to_exit_status
 from node import Node
 
 
 @pytest.fixture
 def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """`_main` as slurmd starts it for job 7, but on the test's node."""
+    """`_run_to_exit_status` as slurmd starts it for job 7, but on the test's node."""
     for name, value in node.environ(7, node.put("alice/image.sqsh")).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("forestage.paths.NodePaths", lambda: node.places)
@@ -20,9 +20,9 @@ def slurmd(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 def test_prolog_and_epilog_main_mount_and_unmount_a_redirect(slurmd: Node) -> None:
-    assert _main("prolog") == 0
+    assert _run_to_exit_status("prolog") == 0
     assert len(slurmd.binds()) == 1
-    assert _main("epilog") == 0
+    assert _run_to_exit_status("epilog") == 0
     assert slurmd.binds() == {}
 
 
@@ -43,7 +43,7 @@ def test_unexpected_exception_is_one_log_line_and_exit_0(
         raise error
 
     monkeypatch.setattr(HookRun, "run", broken)
-    assert _main(name) == 0  # type: ignore[arg-type]
+    assert _run_to_exit_status(name) == 0  # type: ignore[arg-type]
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -59,7 +59,7 @@ def test_unexpected_exception_after_reading_the_configuration_exits_0(
         raise RuntimeError
 
     monkeypatch.setattr(prolog, "serve_prolog", broken)
-    assert _main("prolog") == 0
+    assert _run_to_exit_status("prolog") == 0
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_GID"])
@@ -67,12 +67,12 @@ def test_hook_without_slurms_variables_exits_0_with_reason_joberror(
     slurmd: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.delenv(name)
-    assert _main("prolog") == 0
+    assert _run_to_exit_status("prolog") == 0
     assert "reason=JobError at=" in capfd.readouterr().err
 
 
 def test_prolog_that_cannot_write_events_keeps_the_redirect(slurmd: Node) -> None:
     slurmd.places.events.parent.parent.mkdir(parents=True)
     slurmd.places.events.parent.touch()
-    assert _main("prolog") == 0
+    assert _run_to_exit_status("prolog") == 0
     assert len(slurmd.binds()) == 1

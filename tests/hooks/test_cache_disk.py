@@ -20,8 +20,8 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.clock import Clock
 from forestage.commands import sweep
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.config import load_config
 from forestage.system import mounts, records
 from node import Idle, Node, content, unmount

@@ -12,7 +12,7 @@ from forestage import trace
 from forestage.bind import redirect
 from forestage.clock import Clock
 from forestage.events import EventRecord, RequestOutcome
-from forestage.hooks import limit
+from forestage.hooks import hook_deadlines
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.views.through import keeper
 from node import ALICE, BOB, Arrange, Node, children_left, content, end_keepers, held_at, until
@@ -28,7 +28,7 @@ def shared(node: Node) -> Node:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
     """No copy is published before the test calls it; nobody waits for a small image."""
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     with held_at("checked", tmp_path) as opened:
         yield opened
 
@@ -67,14 +67,14 @@ def test_job_with_a_cold_image_begins_at_once_and_is_redirected_after_the_copy(
 def test_prolog_waits_shortly_for_a_small_image(
     shared: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limit, "SHORT_WAIT", 60.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 60.0)
     assert result(shared.prolog(7, shared.put("alice/image.sqsh")).outcome) == ("copied", "mounted")
 
 
 def test_prolog_waits_for_the_copy_with_stage_wait(
     shared: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     ran = shared.prolog(7, shared.put("alice/image.sqsh"), comment="stage-wait=5m")
     assert result(ran.outcome) == ("copied", "mounted")
 
@@ -294,7 +294,7 @@ def test_step_uses_the_copy_if_it_is_published_while_the_keeper_starts(
 @pytest.fixture
 def slow(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No copy ends before the step looks: its first MiB takes half a second."""
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     through.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
     return through
 
@@ -327,8 +327,8 @@ def test_job_that_can_read_through_does_not_wait_even_with_stage_wait(
 @pytest.fixture
 def large(through: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """No image is so small that it is waited for; a machine that stands still is no matter."""
-    monkeypatch.setattr(limit, "SMALL_IMAGE_BYTES", 0)
-    monkeypatch.setattr(limit, "SHORT_WAIT", 600.0)
+    monkeypatch.setattr(hook_deadlines, "SMALL_IMAGE_BYTES", 0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 600.0)
     return through
 
 

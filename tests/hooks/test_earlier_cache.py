@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 import jobdir
-from forestage.cache import disk
+from forestage.cache import disk_probe
 from forestage.cache.known_disks import read_known_disks
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.cache.part import boot_id
 from forestage.clock import Clock
 from forestage.commands import sweep
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.config import load_config
 from forestage.system.probe import HangReport
 from jobdir import Dirs
@@ -247,14 +247,14 @@ def test_earlier_cache_on_a_hanging_disk_is_neither_swept_nor_removed(
     node.configure(cache=OTHER)
     used(node, 3, "alice/third.sqsh")
     (node.cache.jobs / "9.0").mkdir(parents=True)
-    hangs = disk.probe_disk
+    hangs = disk_probe.probe_disk
 
     def asked(places: object, cache: Cache, left: float = 60.0) -> HangReport | None:
         if cache.root == node.cache.root:
             return HangReport("writes", 60.0)
         return hangs(node.places, cache, left)
 
-    monkeypatch.setattr(disk, "probe_disk", asked)
+    monkeypatch.setattr(disk_probe, "probe_disk", asked)
     done = swept(node)
     assert done.released == ()
     assert done.added == {}

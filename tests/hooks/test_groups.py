@@ -14,10 +14,10 @@ from forestage.cache.node import Node as Bare
 from forestage.clock import Clock
 from forestage.commands import explain
 from forestage.config import load_config
+from forestage.features.data import data_view
 from forestage.features.data import requests as data
-from forestage.features.data import wanted
 from forestage.hooks import container_binds
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.system import as_user, loop
@@ -113,7 +113,7 @@ def test_directory_readable_only_in_a_step_is_copied_then(
     (started,) = data.start_job_data(*prolog, HookDeadlines.of(Clock(), 600.0, None), None)
     assert started.result == "started"
     tree = until(
-        lambda: (found := wanted.read_job_data(spank.leases, 7).trees[path]).reason and found,
+        lambda: (found := data_view.read_job_data(spank.leases, 7).trees[path]).reason and found,
         "the look",
     )
     assert (tree.reason, tree.groups) == ("no-permission", (ALICE.gid,))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from forestage.clock import Clock
-from forestage.commands.tally import EventTally
+from forestage.commands.event_counters import EventTally
 from forestage.events import RequestOutcome, read_events
 from forestage.features.contexts import AfterLeaseFacts, BeforeLeaseFacts, StepPart
 from forestage.hooks.boundary import IMAGE_OPTION, STAGE_OPTION, HookRun

@@ -9,7 +9,7 @@ import pytest
 
 from forestage.cache import evict
 from forestage.config import Config
-from forestage.stage import wait
+from forestage.stage import copy_wait
 from forestage.system import lock
 from forestage.units import SizeOrShare
 from node import Arrange, Node
@@ -32,7 +32,7 @@ def test_no_redirect_is_mounted_without_the_space_lock(
     node.epilog(1)
     with contextlib.ExitStack() as undo:
         held = lock.held(node.cache.space_lock, 0)
-        after(wait, "wait_for_copy", lambda: undo.enter_context(held))
+        after(copy_wait, "wait_for_copy", lambda: undo.enter_context(held))
         assert node.prolog(2, path).ended == (1, "failed", "busy")
         assert node.binds() == {}
 

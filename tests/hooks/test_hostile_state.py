@@ -12,18 +12,18 @@ import pytest
 from click.testing import CliRunner
 
 from forestage import events
-from forestage.cache import allocation, digest, image
-from forestage.cache.image import SourceImage
+from forestage.cache import allocation, digest, source_image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.node import Node as Here
 from forestage.cache.part import PartRecord, boot_id
+from forestage.cache.source_image import SourceImage
 from forestage.clock import Clock
 from forestage.commands import sweep
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.config import load_config
 from forestage.hooks.boundary import HookRun
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.sources import opening
 from node import ALICE, BOB, Node, content, read_as
 
@@ -74,7 +74,7 @@ def put(node: Node, name: str) -> SourceImage:
     found, fd = opening.open_descriptor_as_user(str(path), ALICE, [str(node.shared)], None, 10.0)
     assert fd is not None
     os.close(fd)
-    return image.check_image(found, None)
+    return source_image.check_image(found, None)
 
 
 def publish(node: Node, name: str, digests: bool = False) -> SourceImage:

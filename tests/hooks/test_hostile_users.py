@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from forestage.cache.lease import Lease, LeaseDirectory
-from forestage.stage import wait
+from forestage.stage import copy_wait
 from forestage.system import as_user
 from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, leased, read_as
@@ -159,7 +159,7 @@ def test_copy_that_the_jobs_user_cannot_read_is_not_mounted(node: Node, after: A
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
     copy = node.cache.image(node.identity(path).key)
-    after(wait, "wait_for_copy", lambda: copy.chmod(0o600))
+    after(copy_wait, "wait_for_copy", lambda: copy.chmod(0o600))
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
     assert read_as(BOB, path) == content()

@@ -51,19 +51,19 @@ def test_log_line_has_the_format_of_syslog(dev_log: socket.socket) -> None:
 
 @pytest.mark.usefixtures("dev_log")
 def test_log_line_too_long_for_a_datagram_is_dropped() -> None:
-    log.say("x" * 10_000_000, by_slurm=True)
+    log.write_log_line("x" * 10_000_000, by_slurm=True)
 
 
 def test_log_line_to_a_dead_dev_log_is_dropped(dev_log: socket.socket) -> None:
     dev_log.close()
-    log.say("lost", by_slurm=True)
+    log.write_log_line("lost", by_slurm=True)
 
 
 def test_log_line_to_a_closed_stderr_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     stderr = os.dup(2)
     try:
         os.close(2)
-        log.say("lost", by_slurm=False)
+        log.write_log_line("lost", by_slurm=False)
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)

@@ -15,8 +15,8 @@ from forestage.cache.layout import Cache
 from forestage.cache.node import Node as NodeOfCache
 from forestage.clock import Clock
 from forestage.commands import status, sweep
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.config import load_config
 from forestage.system import mounts
 from node import BOB, Arrange, Idle, Node, content

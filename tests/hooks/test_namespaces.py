@@ -24,7 +24,7 @@ from pathlib import Path
 from forestage import paths
 real, root = paths.NodePaths, Path(sys.argv.pop())
 paths.NodePaths = lambda *_: real(root)
-from forestage.commands.entry import main
+from forestage.commands.console_script import main
 main()
 """
 STEP = {"SLURM_SCRIPT_CONTEXT": "spank_step", "SLURM_STEP_ID": "0", "PATH": os.environ["PATH"]}

@@ -1,6 +1,6 @@
 """Files that are no squashfs images: nobody makes another user's data read-only for the node.
 
-Which bytes are an image: unit/cache/test_image.py.
+Which bytes are an image: unit/cache/test_source_image.py.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import pytest
 
 from forestage.bind import redirect
 from forestage.cache import evict
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
-from forestage.stage import wait
+from forestage.cache.source_image import SourceImage
+from forestage.stage import copy_wait
 from forestage.system import mounts
 from node import BOB, HANGS, Arrange, Node, Ran, content
 
@@ -86,7 +86,7 @@ def test_entry_is_not_evicted_between_copy_and_redirect(
         node.epilog(1)
     evicted: list[tuple[str, ...]] = []
     pressed = functools.partial(evict.evict_keys, node.cache, node.leases, [key])
-    after(wait, "wait_for_copy", lambda: evicted.append(pressed()))
+    after(copy_wait, "wait_for_copy", lambda: evicted.append(pressed()))
     assert node.prolog(2, path).outcome.result == ("hit" if warm else "copied")
     assert evicted == [()]
     assert node.shows_entry(path, key)
@@ -102,7 +102,7 @@ def test_entry_that_verify_evicts_under_its_lease_is_staged_again_or_declined(
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     calls = iter(range(10))
-    after(wait, "wait_for_copy", lambda: next(calls) < times and node.cache.evict(key))
+    after(copy_wait, "wait_for_copy", lambda: next(calls) < times and node.cache.evict(key))
     assert node.prolog(1, path).ended == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
     assert (node.lease(1) is not None) is shown

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache.said import JobNotes
+from forestage.cache.job_notes import JobNotes
 from forestage.events import ReleaseOutcome, RequestOutcome
-from forestage.hooks import background, epilog
+from forestage.hooks import background_prolog, epilog
 from forestage.system import lock
 from node import ALICE, BOB, Node, Ran, content
 
@@ -206,9 +206,11 @@ def test_epilog_stops_no_prolog_of_a_later_job_of_the_same_number(
     mark.parent.mkdir(parents=True)
     mark.write_text(f"1 {ALICE.uid} 100")
     waited: list[str] = []
-    monkeypatch.setattr(background, "wait_for_prolog", lambda mark, *_, **__: waited.append(mark))
+    monkeypatch.setattr(
+        background_prolog, "wait_for_prolog", lambda mark, *_, **__: waited.append(mark)
+    )
     environ = node.environ(JOB) | other
-    background.stop_prolog(str(mark), environ)
+    background_prolog.stop_prolog(str(mark), environ)
     assert (waited == [str(mark)], mark.exists()) == (ended, not ended)
 
 
@@ -219,10 +221,12 @@ def test_prolog_keeps_the_mark_of_another_users_running_prolog(
     mark = node.places.leases / f"{JOB}.prolog"
     mark.parent.mkdir(parents=True)
     mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
-    monkeypatch.setattr(background, "may_detach", lambda *_: True)
+    monkeypatch.setattr(background_prolog, "may_detach", lambda *_: True)
     with lock.held(mark, 1):
         mark.write_text(f"{os.getpid()} {ALICE.uid} 0")
-        assert background.detach_prolog(node.environ(JOB, user=BOB), str(node.places.run)) == ""
+        assert (
+            background_prolog.detach_prolog(node.environ(JOB, user=BOB), str(node.places.run)) == ""
+        )
     assert mark.read_text().endswith(f"{ALICE.uid} 0")
 
 

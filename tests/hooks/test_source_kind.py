@@ -15,7 +15,7 @@ from forestage.clock import Clock, Deadline
 from forestage.commands import explain, sweep
 from forestage.config import load_config
 from forestage.events import RequestOutcome
-from forestage.hooks import limit, serve
+from forestage.hooks import hook_deadlines, serve
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
@@ -52,7 +52,7 @@ def named(node: Node, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(Request, "kind", kind)
     monkeypatch.setitem(serve.SOURCE_FINDERS, "named", Named())  # type: ignore[arg-type, misc]
     monkeypatch.setattr(keeper, "START", 600.0)  # a machine may stand still
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     node.configure(redirect="spank", cold=None)
     return node.put("alice/image.name", str(node.put("alice/image.sqsh")).encode())
 

@@ -18,7 +18,7 @@ from forestage.cache.lease import EntryUse
 from forestage.clock import Clock
 from forestage.config import switch
 from forestage.events import EventRecord, read_events
-from forestage.hooks import bare_name, boundary, script
+from forestage.hooks import bare_name, boundary, hook_work
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun, _run_to_exit_status
 from forestage.system.as_user import User
 from helper import Helper, ask, environ, noted
@@ -26,7 +26,12 @@ from node import ALICE, BOB, HANGS, Node, content, held_at, until
 
 MIB = 1024 * 1024
 
-BY_HAND = [sys.executable, "-Ic", "from forestage.commands.entry import main; main()", "step"]
+BY_HAND = [
+    sys.executable,
+    "-Ic",
+    "from forestage.commands.console_script import main; main()",
+    "step",
+]
 
 
 def warm(node: Node, job: int, name: str = "alice/image.sqsh") -> Path:
@@ -265,14 +270,14 @@ def test_step_record_is_invalid_if_the_configuration_changes_during_the_hook(
     spank: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = warm(spank, 1)
-    read_config = script.read_partition_config
+    read_config = hook_work.read_partition_config
 
     def and_then_it_changes(hook: HookRun, *given: object) -> object:
         found = read_config(hook, *given)  # type: ignore[arg-type]
         spank.configure(redirect="spank", user_messages="none")
         return found
 
-    monkeypatch.setattr(script, "read_partition_config", and_then_it_changes)
+    monkeypatch.setattr(hook_work, "read_partition_config", and_then_it_changes)
     spank.prolog(7, path)
     config = spank.places.etc / "forestage.yaml"
     line = f"file\t{config}\t{config.stat().st_ino}\t{config.stat().st_size}"

@@ -17,7 +17,7 @@ from forestage.clock import Clock
 from forestage.commands import sweep
 from forestage.commands.sweep import SweepReport
 from forestage.config import Config
-from forestage.slurm.queue import JobState, SlurmClient
+from forestage.slurm.slurm_client import JobState, SlurmClient
 from forestage.system import lock
 from node import BOB, HANGS, Node, content, until
 

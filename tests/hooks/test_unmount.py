@@ -17,7 +17,7 @@ from forestage.cache.node import Node as Here
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, sweep, unredirect, verify
 from forestage.config import Config
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from node import BOB, HANGS, Arrange, Later, Node, content, until

@@ -562,7 +562,7 @@ def test_explain_run_by_a_user_shows_their_own_job_only(node: Node) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom forestage.commands.main import main\n"
         "from forestage.clock import Clock\nfrom forestage.paths import NodePaths\n"
-        "from forestage.commands.world import CommandContext\n"
+        "from forestage.commands.command_context import CommandContext\n"
         "main(sys.argv[2:], obj=CommandContext(NodePaths(Path(sys.argv[1])), Clock()))"
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forestage.bind import unmount
-from forestage.features.data import wanted
+from forestage.features.data import data_view
 from forestage.system import mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
@@ -101,7 +101,7 @@ def test_image_in_a_users_fuse_mount_with_allow_other_is_declined(
     node.prolog(2, comment=f"stage={own.point}/")
 
     def is_declined() -> bool:
-        tree = wanted.read_job_data(node.leases, 2).trees[f"{own.point}/"]
+        tree = data_view.read_job_data(node.leases, 2).trees[f"{own.point}/"]
         return (tree.state, tree.reason) == ("declined", "bad-path")
 
     until(is_declined, "the directory to be declined")
@@ -150,7 +150,7 @@ def test_file_in_a_users_fuse_mount_is_declined_wherever_the_sources_are(
         node.prolog(2, comment=f"stage={path.parent}/")
 
         def is_declined() -> bool:
-            tree = wanted.read_job_data(node.leases, 2).trees[f"{path.parent}/"]
+            tree = data_view.read_job_data(node.leases, 2).trees[f"{path.parent}/"]
             return (tree.state, tree.reason) == ("declined", "bad-path")
 
         until(is_declined, "the directory to be declined")

@@ -85,7 +85,7 @@ def looked_at(nvme: Path) -> dict[str, Any]:
     from forestage.commands import inventory, sweep, verify
     from forestage.config import Config
     from forestage.paths import NodePaths
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
 
     places = NodePaths(TOP)
     for folder in (places.run, places.events.parent):

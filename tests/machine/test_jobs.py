@@ -10,9 +10,9 @@ from compute import IMAGES, Compute, command
 
 from forestage.cache.part import PROCESS_NAME as STAGER
 from forestage.features.data.job_disk import PROCESS_NAME as HOLDER
-from forestage.features.data.serving import PROCESS_NAME as MOUNTER
+from forestage.features.data.squashfs_server import PROCESS_NAME as MOUNTER
 from forestage.features.registry.step_files import PROCESS_NAME as IMPORTING
-from forestage.system.apart import PROCESS_NAME as INIT
+from forestage.system.pid_namespace import PROCESS_NAME as INIT
 from forestage.views.through.keeper import PROCESS_NAME as KEEPER
 from forestage.views.through.keeper import SERVER_NAME as SERVER
 

@@ -50,7 +50,7 @@ CONFIG: Mapping[str, object] = {
         "binds": {"redirect": "bind"},
     },
 }
-# Where no partition binds, Prologs end before their work does (hooks/background.py).
+# Where no partition binds, Prologs end before their work does (hooks/background_prolog.py).
 # `none` for the jobs that would leave a FUSE behind: in a step's own namespace that would keep the
 # file mounted through which the step has read, as long as it lives.
 NO_BIND = {"plain": {"enabled": False}, "binds": {"redirect": "none"}}

@@ -13,7 +13,7 @@ from cluster import ClusterError
 from jobs import CLI, SERVER, STAGER, Site
 from load import AGAIN_AFTER, Mishap, Picture, Plan, Sources
 
-from forestage.hooks import background
+from forestage.hooks import background_prolog
 
 LOOK = 0.25  # seconds between two looks at the queue
 TICK = 0.02  # seconds in which what is due may be late
@@ -24,7 +24,7 @@ ELSEWHERE = " in the mount namespace of process "
 VICTIMS: Mapping[str, str] = {
     "stager": STAGER,
     "server": SERVER,
-    "prolog": background.PROCESS_NAME,
+    "prolog": background_prolog.PROCESS_NAME,
 }
 COLUMNS = "JobID:12,State:20,RestartCnt:8,Reason:80"
 

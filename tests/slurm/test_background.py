@@ -14,7 +14,7 @@ from spec import ClusterSpec
 from steps import SHOW, accompanied, served
 from suite import SUITES, on_suite
 
-from forestage.hooks.background import PROCESS_NAME
+from forestage.hooks.background_prolog import PROCESS_NAME
 from forestage.system import lock
 
 HELD = 120.0  # seconds: longer than any wait of a test

@@ -21,7 +21,7 @@ from forestage.hooks.boundary import IMAGE_OPTION
 NODE = "n1"
 PYTHON = "/usr/lib/forestage/bin/python3"
 PATIENT = (
-    "from forestage.hooks import watch; from forestage.system import probe;"
+    "from forestage.hooks import hook_worker; from forestage.system import probe;"
     " watch.PROBE_INTERVAL = watch.HANG_AFTER = probe.LIMIT = 600.0;"
     " probe.find_hang.__defaults__ = (600.0,); "
 )
@@ -75,7 +75,8 @@ class Traced:
 
     def command(self, *words: str) -> NameTrace:
         """An admin waits for the command itself."""
-        script = f"{PATIENT}import sys; from forestage.commands.entry import main; sys.exit(main())"
+        script = f"{PATIENT}import sys; from forestage.commands import console_script as entry"
+        script += "; sys.exit(entry.main())"
         argv = [PYTHON, "-I", "-c", script, *words]
         return self.run(words[0], argv, 0, {"PATH": "/usr/sbin:/usr/bin"})
 

@@ -19,7 +19,7 @@ from jobs import Site, hooked
 from spec import REPO, ClusterSpec
 from suite import on_suite
 
-from forestage.features.prefetch.queue import parse_admin_comment
+from forestage.features.prefetch.queue_lines import parse_admin_comment
 
 SHIPPED = REPO / "packaging/slurm/job_submit.lua"
 COPY = "/etc/forestage/job_submit.lua"

@@ -11,7 +11,7 @@ import pytest
 from jobs import Site, hooked
 from spec import REPO, VENV, ClusterSpec
 
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 
 pytestmark = pytest.mark.ci
 

@@ -9,9 +9,9 @@ from cluster import Cluster
 from host import wait_until
 from spec import ClusterSpec, slurm_conf
 
-from forestage.check import enable
-from forestage.check.enable import CacheDisk
-from forestage.check.site import ParsedSlurmConf, PluginStack, SlurmSite
+from forestage.check import enable_plan
+from forestage.check.enable_plan import CacheDisk
+from forestage.check.slurm_site import ParsedSlurmConf, PluginStack, SlurmSite
 
 CONF = "/etc/slurm/slurm.conf"
 DISK = CacheDisk("/mnt/nvme", mib=64_000, for_jobs=30)  # what the node says, Slurm believes
@@ -24,7 +24,7 @@ def spec() -> ClusterSpec:
     settings: dict[str, str | None] = {}
     files: dict[str, str] = {}
     of_node = ""
-    for line in enable.list_disk_lines(site, DISK):
+    for line in enable_plan.list_disk_lines(site, DISK):
         name, _, value = line.text.partition("=")
         if line.file != CONF:
             files[line.file] = line.text.replace("NODES", "n2") + "\n"

@@ -15,8 +15,8 @@ from jobs import CLI
 from mishaps import MISHAPS, meet
 from spec import ALICE, Net
 
-from forestage.features.prefetch import expected
-from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch import expected_list
+from forestage.features.prefetch.expected_list import ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.paths import NodePaths
 from forestage.units import format_size
@@ -233,9 +233,9 @@ def test_nodes_that_prefetch_an_image_at_once_together_read_the_source_about_twi
         now, all_nodes = time.time(), ",".join(fleet.cluster.nodes)
         rows = (ExpectedStarts("all", path, ALICE.uid, 3.0),)
         listed = ExpectedImageList(
-            int(now * 1000), now, now + expected.LIST_LASTS, {"all": all_nodes}, rows
+            int(now * 1000), now, now + expected_list.LIST_LASTS, {"all": all_nodes}, rows
         )
-        expected.write_list(NodePaths(fleet.cluster.host_path("/", "n1")), listed)
+        expected_list.write_list(NodePaths(fleet.cluster.host_path("/", "n1")), listed)
         before = fleet.read_of_store()
         passes = [
             fleet.cluster.popen([CLI, "prefetch", "--node", node], user="root", node=node)

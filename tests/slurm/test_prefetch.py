@@ -16,7 +16,7 @@ from spec import BOB, ClusterSpec
 
 from forestage.cache.part import count_done_bytes
 from forestage.events import CopyOutcome
-from forestage.features.prefetch import expected
+from forestage.features.prefetch import expected_list
 from forestage.paths import NodePaths
 
 HOST, NODE = "n1", "n2"
@@ -86,15 +86,15 @@ class Queue:
         return ran.stdout + ran.stderr
 
     def listed(self, node: str = NODE) -> list[str]:
-        found = expected.find_list(self.places[node])
+        found = expected_list.find_list(self.places[node])
         return [row.image for row in found.rows] if found else []
 
     def age(self, node: str, seconds: float) -> None:
         """Makes the list of a node older."""
-        known = expected.find_list(self.places[node])
+        known = expected_list.find_list(self.places[node])
         assert known is not None
         times = {"made": known.made - seconds, "expires": known.expires - seconds}
-        expected.write_list(self.places[node], msgspec.structs.replace(known, **times))
+        expected_list.write_list(self.places[node], msgspec.structs.replace(known, **times))
 
 
 @pytest.fixture
@@ -180,11 +180,11 @@ def test_prefetch_list_of_a_dead_host_is_used_until_it_expires(waiting: Queue) -
     assert "enabled: false" in waiting.pull()
     dead = {"host": f"{HOST}:9", "bandwidth": RATE}  # a job runs on NODE
     waiting.site.configure(**{**keys(), "prefetch": dead})
-    waiting.age(NODE, expected.LIST_LASTS)
+    waiting.age(NODE, expected_list.LIST_LASTS)
     assert "gave no list" in waiting.pull()
     assert waiting.site.cached_paths(NODE) == []
 
-    waiting.age(NODE, -expected.LIST_LASTS)
+    waiting.age(NODE, -expected_list.LIST_LASTS)
     waiting.pull()
     assert waiting.site.cached_paths(NODE) == [path]
 

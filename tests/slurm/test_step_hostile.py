@@ -17,7 +17,7 @@ from spec import BOB, ClusterSpec
 from steps import SHOW, accompanied, seen_at, served, wrong
 from test_data import POINT, comment
 
-from forestage.features.data.serving import PROGRAMS
+from forestage.features.data.squashfs_server import PROGRAMS
 from forestage.system.files import open_descriptor
 
 MARK = "/shared/alice/root-was-here"

@@ -23,7 +23,7 @@ from test_data import POINT, comment
 from test_through import HOLD, KEEPER, MIB, SERVER, STAGER, looks, read_through, waits
 
 from forestage.features.data.job_disk import PROCESS_NAME as HOLDER
-from forestage.features.data.serving import PROGRAMS
+from forestage.features.data.squashfs_server import PROGRAMS
 from forestage.features.registry.worker import MODULE as WORKER
 
 CGROUPS = Path("/sys/fs/cgroup")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.step_protocol import LANGUAGE
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "src/spank"

@@ -58,7 +58,7 @@ GRAMMAR = {
     "variable": f"({TEXT})(?:\t({TEXT}))?",
     "image": f"({TEXT})\t(?P<n0>-?[0-9]+)\t({TEXT})\t({REST})",
 }
-"""As slurm/lines and cache/step_record have it, in other words than step_protocol.c; its order."""
+"""As slurm/step_protocol.py and cache/step_record have it, in other words than step_protocol.c."""
 
 FIELDS = ("/a", "/", "/dev/loop9", "/x y/%d", "5", "-5", str(2**64), str(2**64 - 1), "0", "1", "7x")
 MORE = (

@@ -250,7 +250,7 @@ def test_data_lines_above_the_limit_are_left_out(step: Step, point: Path) -> Non
 def test_data_lines_are_followed_in_their_order(
     step: Step, point: Path, socket: Path, disk: tuple[str, str]
 ) -> None:
-    """So parents come first (features/data/wanted.py): they would hide what is mounted below
+    """So parents come first (features/data/data_view.py): they would hide what is mounted below
     them."""
     parent = line("device", *disk, "ext4", "ro", point.parent, point.parent.stat().st_ino)
     step.answers(served(socket, point), parent, "leave\tno-image")

@@ -11,7 +11,7 @@ from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 from conftest import OTHERS, built
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.features.data import directory_record
-from forestage.slurm.lines import LANGUAGE, LineFields
+from forestage.slurm.step_protocol import LANGUAGE, LineFields
 from forestage.system.as_user import User
 
 FORMAT = directory_record.DIRECTORY_FORMAT

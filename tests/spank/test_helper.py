@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from companion import GID, JOB, LEASES, OLD_KEY, UID, Step
 
-from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.step_protocol import LANGUAGE
 from node import until
 
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"

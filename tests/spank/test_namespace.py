@@ -17,7 +17,7 @@ from test_bind import options
 
 from forestage import events
 from forestage.events import RequestOutcome, user_files
-from forestage.system import child
+from forestage.system import forked_child
 from forestage.system.files import open_descriptor
 from forestage.system.lock_ranges import TASK_MOUNTS, TASK_TURNS
 from node import until
@@ -75,11 +75,11 @@ def _tidy(private_mounts: None, step: Step, park: Park) -> Iterator[None]:
 
     The FUSE by which that is held is mounted where no other test looks at what is mounted.
     """
-    child.call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+    forked_child.call_prctl(PR_SET_CHILD_SUBREAPER, 1)
     yield
     park.let_go()
     until(gone, "the mounters to end")
-    child.call_prctl(PR_SET_CHILD_SUBREAPER, 0)
+    forked_child.call_prctl(PR_SET_CHILD_SUBREAPER, 0)
     EVENTS.unlink(missing_ok=True)
 
 

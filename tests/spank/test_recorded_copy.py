@@ -85,7 +85,7 @@ def test_recorded_copy_is_redirected_without_a_helper(noted: Step) -> None:
 
 @contextlib.contextmanager
 def prolog_at_work() -> Iterator[Path]:
-    """As hooks/background.py has it: the mark of a Prolog whose script has ended."""
+    """As hooks/background_prolog.py has it: the mark of a Prolog whose script has ended."""
     mark = LEASES / f"{JOB}.prolog"
     fd = os.open(mark, os.O_RDWR | os.O_CREAT)
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from companion import JOB, KEY, MARK, SERVED, Keeper, Ran, Step
 
-from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.step_protocol import LANGUAGE
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"

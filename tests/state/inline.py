@@ -25,7 +25,7 @@ from forestage.stage import fstab, stager
 from forestage.stage.task import CopyTask
 from forestage.system import as_user, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.holder import StartChannel, StartReport
+from forestage.system.daemon import StartChannel, StartReport
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from model import MISSING, Seen, Source, Version
 
 from boot import Boot
 from forestage.cache import evict
-from forestage.cache.image import read_identity
 from forestage.cache.node import Node as Here
+from forestage.cache.source_image import read_identity
 from forestage.clock import Clock
 from forestage.config import Config, load_config
-from forestage.hooks import limit
+from forestage.hooks import hook_deadlines
 from forestage.stage.task import CopyTask
 from forestage.system import mounts
 from forestage.views.through import keeper
@@ -246,7 +246,7 @@ def _cold_starts() -> Iterator[None]:
         return task.node.places.through / task.key / "sock"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limit, "SHORT_WAIT", 0.0)
+        patch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
         patch.setattr(keeper, "start_keeper", start)
         yield
 

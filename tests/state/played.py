@@ -14,8 +14,8 @@ from forestage.events import Outcome
 from forestage.hooks.boundary import HookRun, has_no_work
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
-from forestage.slurm.queue import JobState
-from forestage.slurm.queue import SlurmClient as RealSlurm
+from forestage.slurm.slurm_client import JobState
+from forestage.slurm.slurm_client import SlurmClient as RealSlurm
 
 Name = Literal["prolog", "step", "epilog"]
 

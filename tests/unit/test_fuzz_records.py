@@ -15,12 +15,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from forestage.cache import digest
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
+from forestage.cache.job_notes import JobData, JobNotes
 from forestage.cache.known_disks import CacheLocation, KnownDisks
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.part import Part, PartRecord, chunk_count, count_done_bytes
-from forestage.cache.said import JobData, JobNotes
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.config import Config
 from forestage.events import EventRecord
 from forestage.stage import pipeline

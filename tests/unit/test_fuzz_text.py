@@ -14,14 +14,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from forestage import config, events
-from forestage.cache import image
-from forestage.cache.image import SourceImage
+from forestage.cache import source_image
 from forestage.cache.node import Node
 from forestage.cache.part import PartRecord
+from forestage.cache.source_image import SourceImage
 from forestage.errors import ConfigError, Declined
 from forestage.events import RequestOutcome
-from forestage.hooks import answers
-from forestage.slurm import lines
+from forestage.hooks import request_results
+from forestage.slurm import step_protocol
 from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
 from forestage.sources.source import OpenImage
 from forestage.stage import pipeline
@@ -51,13 +51,13 @@ def test_any_users_text_becomes_one_log_line_with_one_result_per_request(
     outcomes = []
     for asked in job.requests:
         try:
-            path = image.resolve_requested_path(asked, job.work_dir)
+            path = source_image.resolve_requested_path(asked, job.work_dir)
         except Declined as declined:
-            outcomes.append(answers.make_error_outcome(asked, declined))
+            outcomes.append(request_results.make_error_outcome(asked, declined))
         else:
             assert path.startswith("/")
-            assert not lines.has_control_characters(path)
-            assert len(os.fsencode(path)) < image.PATH_MAX
+            assert not step_protocol.has_control_characters(path)
+            assert len(os.fsencode(path)) < source_image.PATH_MAX
             outcomes.append(RequestOutcome("hit", request=asked.path, image=path))
     line = events.format_summary(job, outcomes, 1.0)
     assert line.isprintable()

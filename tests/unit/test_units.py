@@ -11,16 +11,16 @@ from forestage.units import (
     MAX_DURATION,
     MAX_SIZE,
     SizeOrShare,
-    exact_size,
     format_duration,
+    format_exact_size,
     format_rate,
+    format_rough_duration,
     format_size,
     is_number,
     parse_duration,
     parse_share,
     parse_size,
-    quote,
-    to_tenths,
+    quote_value,
 )
 
 HUGE = 10**5000  # more digits than str() takes
@@ -165,12 +165,12 @@ def test_rate_is_formatted_per_second_and_as_a_dash_without_time() -> None:
     ],
 )
 def test_quoted_configuration_value_is_short_and_on_one_line(value: object, expected: str) -> None:
-    assert quote(value) == expected
+    assert quote_value(value) == expected
 
 
 @given(st.integers(0, MAX_SIZE))
 def test_shown_size_reads_back_as_the_same_bytes(size: int) -> None:
-    assert parse_size(exact_size(size)) == size
+    assert parse_size(format_exact_size(size)) == size
     assert parse_size(format_size(size % (1 << 60))) == pytest.approx(size % (1 << 60), rel=0.05)
 
 
@@ -200,7 +200,7 @@ def test_shown_size_or_share_reads_back_as_the_same_amount(millionths: int, size
     ],
 )
 def test_seconds_for_users_are_formatted_in_tenths(seconds: float, expected: str) -> None:
-    assert to_tenths(seconds) == expected
+    assert format_rough_duration(seconds) == expected
 
 
 def test_is_number_accepts_only_digits_that_int_accepts() -> None:

@@ -28,7 +28,7 @@ from forestage.bind import origins, unmount
 from forestage.bind.origins import RedirectBind
 from forestage.cache.layout import Cache
 from forestage.cache.lease import LeaseDirectory
-from forestage.system import as_user, child, folders, mounts
+from forestage.system import as_user, folders, forked_child, mounts
 from forestage.system.mounts import MountInfo
 from forestage.system.sha256 import sha256
 
@@ -218,7 +218,7 @@ def _unmount_by_namespace(
 
 def _unmount_in_one_namespace(ones: list[ForeignBind]) -> list[int]:
     """In a child: an errno for each, 0 for those that are off or covered."""
-    child.leave_job_cgroups()
+    forked_child.leave_job_cgroups()
     numbers = []
     # By descriptor, as all paths of that namespace are its user's.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)

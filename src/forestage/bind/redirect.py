@@ -27,16 +27,16 @@ from forestage.bind import origins, unmount
 from forestage.bind.unmount import ClaimedBind
 from forestage.bind.unmount import RedirectBind as RedirectBind
 from forestage.bind.unmount import list_binds as list_binds
-from forestage.cache import image
-from forestage.cache.image import FileIdentity, SourceImage
+from forestage.cache import source_image
 from forestage.cache.layout import Cache
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
+from forestage.cache.source_image import FileIdentity, SourceImage
 from forestage.clock import Deadline
 from forestage.config import switch
 from forestage.errors import Declined, Failed
 from forestage.paths import NodePaths
-from forestage.system import as_user, child, folders, lock, mounts
+from forestage.system import as_user, folders, forked_child, lock, mounts
 from forestage.system.as_user import User
 from forestage.system.files import open_descriptor
 from forestage.system.lock_ranges import NODE_MOUNTS
@@ -260,7 +260,7 @@ def _open_target(
     def work() -> as_user.ChildResult[_RedirectTarget]:
         as_user.set_effective_user(user)
         fd = os.open(wanted.path, os.O_PATH | os.O_NOFOLLOW)
-        identity = image.read_identity(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        identity = source_image.read_identity(fd, os.readlink(f"/proc/self/fd/{fd}"))
         try:
             os.open(f"/proc/self/fd/{copy}", os.O_RDONLY | os.O_NONBLOCK)
         except BlockingIOError:  # a lease of its owner's; the rights were checked before that
@@ -320,7 +320,7 @@ def _bind_over_target(made: int, target: int, turn: Callable[[], int]) -> None:
     """
 
     def work() -> as_user.ChildResult[bool]:
-        child.leave_job_cgroups()  # nobody is to wait for it
+        forked_child.leave_job_cgroups()  # nobody is to wait for it
         try:
             place = turn()
         except BlockingIOError:

@@ -32,7 +32,7 @@ from forestage.bind.origins import RedirectBind as RedirectBind
 from forestage.cache.layout import Cache
 from forestage.clock import Deadline
 from forestage.errors import Failed
-from forestage.system import as_user, child, files, folders, lock, mounts
+from forestage.system import as_user, files, folders, forked_child, lock, mounts
 from forestage.system.as_user import User
 
 TIMEOUT = 2.0  # seconds for one path, and for all of a hook's
@@ -206,7 +206,7 @@ def _record_outcome(at: list[ClaimedBind], numbers: list[int] | None) -> Iterato
 def _unmount_in_order(binds: list[mounts.MountInfo], user: User) -> list[int]:
     """In a child: an errno for each, 0 for those that are gone."""
     # One that hangs for ever cannot be killed: in a job's cgroup it would drain the node.
-    child.leave_job_cgroups()
+    forked_child.leave_job_cgroups()
     numbers = []
     for bind in binds:
         try:

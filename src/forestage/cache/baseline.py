@@ -1,7 +1,7 @@
 """What a start would take without its copy: its bytes, at the rate at which this node read them.
 
-The rate is that at which the copy read the source (stage/reading.RateMeter): the only time that
-this node reads an image as fast as it can. A job reads it with fewer threads and beside other
+The rate is that at which the copy read the source (stage/source_reader.RateMeter): the only time
+that this node reads an image as fast as it can. A job reads it with fewer threads and beside other
 nodes, so what is computed of it is rather too low. Where nothing was measured, nothing is known.
 """
 
@@ -14,8 +14,9 @@ from forestage.system import records
 def estimate_read_seconds(cache: Cache, config: Config, key: str) -> float:
     """Seconds that a start needs to read its image from the source; 0 where that is not known.
 
-    What jobs read in the first minute, where that was seen to be a small part (cache/hot.py). Else
-    all of it, as they do who unpack it; with `unpack_ratio: 0` nobody does.
+    What jobs read in the first minute, where that was seen to be a small part
+    (cache/hot_pieces.py). Else all of it, as they do who unpack it; with `unpack_ratio: 0` nobody
+    does.
     """
     entry = cache.read(key)
     if entry is None or not entry.rate:

@@ -9,7 +9,7 @@
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
     <root>/hot/<hash of a path>                  which of its images had a hot map, see hot.py
     <root>/looks/<job>/                          looks at directories, see
-    features/data/agreement.py
+    features/data/shared_scan.py
     <root>/locks/{<key>.lock, space.lock}
     <root>/locks/entries.sum                     the bytes of all entries, see entry_sum.py
     <root>/instances/<boot>.<run>                by whom the cache is used, see earlier.py
@@ -31,11 +31,11 @@ import msgspec
 
 from forestage import log
 from forestage.cache import entry_sum, known_disks
-from forestage.cache.image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.cache.known_disks import CacheLocation
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
+from forestage.cache.source_image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.errors import DISK_FULL_ERRNOS, Declined, Failed, NotFoundError, classify_disk_error
-from forestage.system import as_user, child, files, lock, mounts, records
+from forestage.system import as_user, files, forked_child, lock, mounts, records
 from forestage.system.files import open_descriptor
 from forestage.system.mounts import MountInfo
 
@@ -459,7 +459,7 @@ class Cache:
 
     def _delete(self, evicted: Path) -> bool:
         """Unless another process does it, or hangs with it: that keeps a lock on the directory."""
-        child.leave_job_cgroups()  # nobody is to wait for it
+        forked_child.leave_job_cgroups()  # nobody is to wait for it
         if evicted.is_symlink() or not evicted.is_dir():
             with contextlib.suppress(OSError):
                 evicted.unlink()

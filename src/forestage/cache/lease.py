@@ -1,7 +1,7 @@
 """Leases: one small file for each job that uses entries, gone after a reboot as jobs are.
 
     /run/forestage/leases/JOB.json     what the job holds: `Lease`; there as long as any of these is
-                          JOB.said     what was said (cache/said.py)
+                          JOB.said     what was said (cache/job_notes.py)
                           JOB.hinted   a flag for the companion: each step of the job has to ask
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
                           JOB.shown    what further steps are shown (cache/step_record.py)
@@ -9,7 +9,8 @@
                           (features/data/directory_record.py)
                           JOB.data     its Epilog has data to release (features/data/requests.py)
                           JOB.over     an Epilog without Python was here (epilog/forestage)
-                          JOB.prolog   locked as long as its Prolog works (hooks/background.py)
+                          JOB.prolog   locked as long as its Prolog works
+(hooks/background_prolog.py)
 
 A number comes again: where slurmctld has lost its state, or MaxJobId is passed. So JOB.json, .said,
 .nodes, .prolog and each image in .shown say whose they are, and JOB.json, .nodes and .prolog when
@@ -34,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.said import JobNotes
+from forestage.cache.job_notes import JobNotes
 from forestage.errors import Declined, Failed
 from forestage.system import files, folders, lock, records
 from forestage.system.as_user import User
@@ -316,8 +317,8 @@ class LeaseDirectory:
     def drop_unfinished(self) -> None:
         """Deletes what hooks left that were killed while they wrote, and what outlived its lease.
 
-        Under the space lock. A job whose Prolog is still at work (hooks/background.py) may have
-        hints before its lease.
+        Under the space lock. A job whose Prolog is still at work (hooks/background_prolog.py) may
+        have hints before its lease.
         """
         marks = [*self.directory.glob("*.prolog")]
         at_work = {mark.stem for mark in marks if not lock.is_free(mark)}

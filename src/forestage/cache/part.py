@@ -5,10 +5,10 @@
     parts/<key>/spare          room for the small files that an entry has beside its image
     parts/<key>/peers          how many bytes came from peers, in decimal, while they help
     parts/<key>/source-failed  is there while peers help and the source gives errors here
-    parts/<key>/origins        who read which chunks from the source, see features/peers/origins.py
-    parts/<key>/hot            the pieces that a start of the image reads: their numbers, in JSON
-    parts/<key>/waited         its time is when a hook last said that it waits
-    parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
+    parts/<key>/origins        who read which chunks from the source, see
+features/peers/chunk_readers.py parts/<key>/hot            the pieces that a start of the image
+reads: their numbers, in JSON parts/<key>/waited         its time is when a hook last said that it
+waits parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
 bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the
@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from forestage.cache.image import SourceImage
+from forestage.cache.source_image import SourceImage
 from forestage.errors import Declined
 from forestage.system import files, records
 from forestage.units import format_size

@@ -2,7 +2,7 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    LANGUAGE                                           of the lines (slurm/lines.py)
+    LANGUAGE                                           of the lines (slurm/step_protocol.py)
     boot      BOOT-ID
     events    PATH                                     where a step is noted
     file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
@@ -27,14 +27,14 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import unpacked
+from forestage.cache import unpack_space
 from forestage.cache.layout import Cache
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import NodePaths
-from forestage.slurm.lines import LANGUAGE, LineFields, has_control_characters
+from forestage.slurm.step_protocol import LANGUAGE, LineFields, has_control_characters
 from forestage.system import records
 from forestage.units import make_printable
 
@@ -75,7 +75,7 @@ def format_config_lines(places: NodePaths) -> list[str]:
 
 def format_room_line(cache: Cache, config: Config) -> str:
     """Returns the line that says how much has to be free for a step that unpacks an image."""
-    return _format_line("room", unpacked.read_min_free(cache, config), config.unpack_ratio)
+    return _format_line("room", unpack_space.read_min_free(cache, config), config.unpack_ratio)
 
 
 def format_bind_lines(

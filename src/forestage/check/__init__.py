@@ -17,9 +17,20 @@ from functools import partial
 
 import msgspec
 
-from forestage.check import disk, enroot, hooks, node, plugins, pyxis, slurm_conf, sources, uses
-from forestage.check import settings as of_settings
-from forestage.check import site as sites
+from forestage.check import (
+    cache_findings,
+    enroot_findings,
+    event_log_facts,
+    hook_findings,
+    node_findings,
+    plugstack_findings,
+    pyxis_findings,
+    slurm_conf_findings,
+    source_findings,
+)
+from forestage.check import config_findings as of_settings
+from forestage.check import slurm_site as sites
+from forestage.check.event_log_facts import EventLogFacts
 from forestage.check.finding import (
     CheckFinding,
     CheckReport,
@@ -28,8 +39,7 @@ from forestage.check.finding import (
     format_report,
     make_report,
 )
-from forestage.check.site import SlurmSite
-from forestage.check.uses import EventLogFacts
+from forestage.check.slurm_site import SlurmSite
 from forestage.clock import Clock
 from forestage.config import Config, LoadedConfig, load_config
 from forestage.errors import ConfigError, Failed
@@ -37,8 +47,8 @@ from forestage.features.contexts import CheckFacts
 from forestage.features.doors import CHECKS_FINDINGS, load_doors
 from forestage.paths import NodePaths
 from forestage.slurm import enroot as enroots
-from forestage.slurm.queue import SlurmClient
-from forestage.system import child
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.system import forked_child
 from forestage.system.terminal import escape_control_characters
 from forestage.system.tree import RootedTree
 
@@ -92,7 +102,7 @@ def run_checks(target: CheckTarget) -> CheckReport:
 
 def _receive_findings(target: CheckTarget) -> Iterator[CheckFinding | str]:
     """The findings of the child, as far as it comes, and last what was read of enroot."""
-    pid, line = child.fork_with_socket(partial(_run_child, target), _send_failure)
+    pid, line = forked_child.fork_with_socket(partial(_run_child, target), _send_failure)
     line.settimeout(MESSAGE_TIMEOUT)
     at = ""
     with line:
@@ -120,10 +130,10 @@ def _receive_findings(target: CheckTarget) -> Iterator[CheckFinding | str]:
 
 def _run_child(target: CheckTarget, line: socket.socket) -> None:
     """The child's whole life."""
-    child.close_descriptors_except({line.fileno()})
+    forked_child.close_descriptors_except({line.fileno()})
     line.send(msgspec.json.encode(_CheckMessage(at="enroot's configuration")))
     files = RootedTree(target.places.root)
-    of_enroot = enroot.read_node_enroot_setup(files)
+    of_enroot = enroot_findings.read_node_enroot_setup(files)
     for one in _list_findings(target, files, of_enroot):
         said = (
             _CheckMessage(at=one)
@@ -131,7 +141,7 @@ def _run_child(target: CheckTarget, line: socket.socket) -> None:
             else _CheckMessage(found=escape_finding(one))
         )
         line.send(msgspec.json.encode(said))
-    words = escape_control_characters(enroot.format_enroot_summary(files, of_enroot))
+    words = escape_control_characters(enroot_findings.format_enroot_summary(files, of_enroot))
     line.send(msgspec.json.encode(_CheckMessage(over=True, enroot=words)))
 
 
@@ -160,7 +170,7 @@ def _list_findings(
         yield from (
             (found,)
             if isinstance(found, CheckFinding)
-            else plugins.list_login_findings(files, found)
+            else plugstack_findings.list_login_findings(files, found)
         )
         return
     if not target.is_root:
@@ -172,7 +182,7 @@ def _list_findings(
             "sudo forestage check",
         )
     yield "the event log"
-    used = uses.read_event_log_facts(target.places)
+    used = event_log_facts.read_event_log_facts(target.places)
     yield "the configuration"
     try:
         settings = load_config(target.places.etc)
@@ -195,24 +205,32 @@ def _list_findings(
     # First, as what hangs is a source most likely.
     yield "a source"
     origin = of_settings.locate_config_file(settings, target.places, "sources")
-    yield from sources.list_findings(files, settings.config, used, origin, target.clock.wall())
+    yield from source_findings.list_findings(
+        files, settings.config, used, origin, target.clock.wall()
+    )
     yield "slurm.conf and what it names"
     found = _find_site(files, target)
     site = None if isinstance(found, CheckFinding) else found
-    settings = plugins.resolve_auto_redirects(files, site, settings, target.places.loaded.exists())
+    settings = plugstack_findings.resolve_auto_redirects(
+        files, site, settings, target.places.loaded.exists()
+    )
     yield from _list_slurm_findings(files, found, used, settings, target.clock)
     config, conf = settings.config, None if site is None else site.conf
-    covered = slurm_conf.read_covered_paths(files, conf)
+    covered = slurm_conf_findings.read_covered_paths(files, conf)
     yield from covered.findings()
     yield "the cache"
     origin = of_settings.locate_config_file(settings, target.places, "cache")
-    yield from disk.list_findings(files, config, covered.paths, used, origin, target.clock.wall())
+    yield from cache_findings.list_findings(
+        files, config, covered.paths, used, origin, target.clock.wall()
+    )
     yield from of_settings.list_findings(files, conf, settings, used.images, target.places)
     yield "enroot's configuration"
-    yield from enroot.list_findings(files, config.sources, of_enroot)
+    yield from enroot_findings.list_findings(files, config.sources, of_enroot)
     yield "the node"
-    yield from node.list_findings(files, target.places, settings.of_node, target.clock.wall())
-    yield from node.list_untended_findings(files, conf)
+    yield from node_findings.list_findings(
+        files, target.places, settings.of_node, target.clock.wall()
+    )
+    yield from node_findings.list_untended_findings(files, conf)
     facts = CheckFacts(target, files, settings, site)
     for findings in load_doors(CHECKS_FINDINGS):
         yield from findings(facts)
@@ -223,7 +241,7 @@ def _find_site(files: RootedTree, target: CheckTarget) -> SlurmSite | CheckFindi
     try:
         return sites.read_named_site(files, target.conf)
     except Failed as error:
-        return slurm_conf.make_unread_finding(error.what)
+        return slurm_conf_findings.make_unread_finding(error.what)
 
 
 def _list_slurm_findings(
@@ -236,8 +254,8 @@ def _list_slurm_findings(
     if isinstance(site, CheckFinding):
         yield site
         return
-    yield from slurm_conf.list_findings(site.conf, settings)
-    yield from plugins.list_findings(files, site, settings)
-    yield from hooks.list_findings(files, site, used, clock.wall())
+    yield from slurm_conf_findings.list_findings(site.conf, settings)
+    yield from plugstack_findings.list_findings(files, site, settings)
+    yield from hook_findings.list_findings(files, site, used, clock.wall())
     if site.stack.pyxis is not None:
-        yield from pyxis.list_findings(files, site.stack.pyxis)
+        yield from pyxis_findings.list_findings(files, site.stack.pyxis)

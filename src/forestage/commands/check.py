@@ -4,7 +4,7 @@ import os
 
 import click
 
-from forestage.commands.world import as_json, print_result
+from forestage.commands.command_context import as_json, print_result
 
 
 @click.command()
@@ -21,7 +21,7 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
     well, 1 warning, 2 critical, 3 unknown.
     """
     from forestage import check as work
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
 
     world, slurm = ctx.obj, SlurmClient.of(os.environ)
     is_root = os.geteuid() == 0

@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from forestage.cache.image import ImageKind
 from forestage.cache.layout import DiskUsage, Entry, tree_bytes
 from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord, boot_id
+from forestage.cache.source_image import ImageKind
 from forestage.commands import inventory
 from forestage.features.doors import STATUS_READ_SENT, load_doors
 from forestage.system import lock, records, terminal

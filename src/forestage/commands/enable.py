@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import ExitStatus, as_json, print_result
+from forestage.commands.command_context import ExitStatus, as_json, print_result
 from forestage.errors import ForestageError
 
 if TYPE_CHECKING:
-    from forestage.check.enable import SlurmChangePlan
-    from forestage.check.site import SlurmSite
+    from forestage.check.enable_plan import SlurmChangePlan
+    from forestage.check.slurm_site import SlurmSite
 
 SLURM_CONF = "/etc/slurm/slurm.conf"
 
@@ -41,7 +41,7 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
     from each other unless `peers.enabled` is false; users can no longer list /etc/forestage on this
     node.
     """
-    from forestage.check import enable as work
+    from forestage.check import enable_plan as work
     from forestage.config import directories
     from forestage.system.tree import RootedTree
 
@@ -74,7 +74,7 @@ def disable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> No
     service. Refuses what would drain nodes, with exit status 9. What stops staging at once is
     `forestage off`.
     """
-    from forestage.check import enable as work
+    from forestage.check import enable_plan as work
     from forestage.system.tree import RootedTree
 
     files = RootedTree(ctx.obj.places.root)
@@ -99,8 +99,8 @@ def _show_and_apply_plan(
     """Shows the plan, and changes links with `yes`. Ends the command where it is refused."""
     import msgspec
 
-    from forestage.check import enable as work
-    from forestage.check import site as sites
+    from forestage.check import enable_plan as work
+    from forestage.check import slurm_site as sites
     from forestage.system.tree import RootedTree
 
     files = RootedTree(ctx.obj.places.root)

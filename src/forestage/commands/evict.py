@@ -9,17 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import click
 import msgspec
 
-from forestage.cache import disk, earlier, evict
+from forestage.cache import disk_probe, earlier_caches, evict
 from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.commands import copies, inventory
-from forestage.commands.entries import optional_entry_words, pick_entries
+from forestage.commands.command_context import ExitStatus, as_json, print_result
+from forestage.commands.entry_arguments import optional_entry_words, pick_entries
 from forestage.commands.inventory import InventoryItem
-from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.errors import UNMOUNTED_REASONS, Failed, NotFoundError
 from forestage.features.contexts import SweepFacts
 from forestage.features.doors import SWEEP_IN_EACH_CACHE, load_doors
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import lock, records
 from forestage.system.terminal import (
     OutputBlock,
@@ -45,8 +45,8 @@ class EntryEviction(msgspec.Struct, frozen=True):
 class EvictionReport(msgspec.Struct, frozen=True):
     """What one command did; `stopped` are the copies that were deleted before they were whole.
 
-    `earlier` is the root of the cache whose entries they were, "" for the one that is configured;
-    `removed` says that nothing of it is left.
+    `earlier_caches` is the root of the cache whose entries they were, "" for the one that is
+    configured; `removed` says that nothing of it is left.
     """
 
     dry_run: bool
@@ -85,7 +85,7 @@ def evict_unused(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> E
     }
     gone: Iterable[str] = sizes
     if not dry_run:
-        disk.check_writable(node.places, node.cache)
+        disk_probe.check_writable(node.places, node.cache)
         gone = evict.drop_dead_parts(node.cache, lambda part: part.directory.name in sizes)
     taken = [sizes[key] for key in gone]
     return msgspec.structs.replace(done, stopped=DiskUsage(len(taken), sum(taken)))
@@ -97,13 +97,13 @@ def evict_earlier_cache(node: Node, root: str, dry_run: bool) -> EvictionReport:
     Pins do not count there. Raises NotFoundError for any other directory; Failed, Declined where it
     must not be touched.
     """
-    found = {str(cache.root): cache for cache in earlier.list_earlier_caches(node)}
+    found = {str(cache.root): cache for cache in earlier_caches.list_earlier_caches(node)}
     if root not in found:
         raise NotFoundError(
             f"{root} is no cache that was configured here before", _format_roots(found)
         )
     cache = found[root]
-    earlier.check_exclusive_use(node, cache)
+    earlier_caches.check_exclusive_use(node, cache)
     there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
     items = [
         msgspec.structs.replace(one, pinned=False) for one in inventory.read_inventory(there).items
@@ -116,7 +116,7 @@ def evict_earlier_cache(node: Node, root: str, dry_run: bool) -> EvictionReport:
         for item in items:
             (cache.entry_dir(item.key) / "pinned").unlink(missing_ok=True)
     done = evict_unused(there, items, dry_run)
-    removed = not dry_run and earlier.remove_if_empty(cache)
+    removed = not dry_run and earlier_caches.remove_if_empty(cache)
     return msgspec.structs.replace(done, earlier=root, removed=removed)
 
 
@@ -134,7 +134,7 @@ def evict_named(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Ev
     node.leases.keys()
     if not wanted:  # nor, maybe, a cache
         return EvictionReport(dry_run)
-    disk.check_writable(node.places, node.cache)
+    disk_probe.check_writable(node.places, node.cache)
     if dry_run:
         evicted = frozenset(item.key for item in wanted if not _find_keep_reason(item))
     else:
@@ -179,7 +179,7 @@ def evict_to_watermark(node: Node, dry_run: bool) -> EvictionReport:
     held, stored = inventory.read_inventory_and_entries(node)
     if stored is None:
         return EvictionReport(dry_run)
-    disk.check_writable(node.places, node.cache)
+    disk_probe.check_writable(node.places, node.cache)
     leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in held.items}
     if dry_run:

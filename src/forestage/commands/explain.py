@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from forestage.cache.lease import Lease, LeaseDirectory
+from forestage.commands.command_context import CommandContext, as_json, complete_jobs, print_result
 from forestage.commands.inventory import LeaseHolder, make_holder
-from forestage.commands.world import CommandContext, as_json, complete_jobs, print_result
 from forestage.errors import Failed, NotFoundError
 from forestage.events import (
     WHOLE_RESULTS,
@@ -28,10 +28,10 @@ from forestage.events import (
     losses,
     read_events,
     read_user_events,
-    saved,
+    saved_time,
 )
-from forestage.events.ahead import UnusedCopies
 from forestage.events.losses import LostEvents
+from forestage.events.prefetched_copies import UnusedCopies
 from forestage.events.reasons import collect_reasons
 from forestage.features.contexts import ExplainFacts, ExplainPart
 from forestage.features.doors import EXPLAIN_EXPLAIN_OUTCOME, load_doors
@@ -470,7 +470,7 @@ def _explain_evictions(keys: Iterable[str], images: dict[str, str]) -> Iterator[
 def format_output(found: JobHistory, now: float) -> list[OutputBlock]:
     """Pure: what `explain` prints."""
     lines: list[OutputBlock] = [TextLine(_format_heading(found), heading=True)]
-    counted = saved.StartTracker()
+    counted = saved_time.StartTracker()
     options = {name for run in found.runs if run.job == found.job for name in run.options}
     for run in found.runs:
         tenths = format_rough_duration(run.total)
@@ -554,14 +554,14 @@ def _format_request(
     return [NamedValues(tuple(facts), indent=2)]
 
 
-def _is_new_start(outcome: Outcome, run: RecordedRun, counted: saved.StartTracker) -> bool:
+def _is_new_start(outcome: Outcome, run: RecordedRun, counted: saved_time.StartTracker) -> bool:
     """Whether something began to read a copy; `counted` has what was asked about before."""
     return counted.is_one(run.hook, run.job, outcome)
 
 
 def _format_saving(outcome: RequestOutcome) -> str:
     """What a start had of it, and against what."""
-    found = saved.find_saved_seconds(outcome)
+    found = saved_time.find_saved_seconds(outcome)
     if found is None:
         return (
             "not known: the copy has not measured how fast its source is (it came from other nodes"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import msgspec
 
-from forestage.cache import disk, evict
-from forestage.cache.image import SourceImage
+from forestage.cache import disk_probe, evict
 from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.errors import Failed, NotFoundError
 
 MIN_PREFIX_DIGITS = 4  # hex digits of a key that name an entry, as in git
@@ -87,7 +87,7 @@ def is_cache_made(node: Node) -> bool:
     users who may not read it.
     """
     cache = node.cache
-    disk.check_readable(node.places, cache)
+    disk_probe.check_readable(node.places, cache)
     try:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.entries import optional_entry_words, pick_entries
-from forestage.commands.world import as_json, print_result
+from forestage.commands.command_context import as_json, print_result
+from forestage.commands.entry_arguments import optional_entry_words, pick_entries
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 
 @click.command()
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def ls(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """List the entries, last used first: all, or those named."""
     from forestage.commands import inventory
-    from forestage.commands import show as view
+    from forestage.commands import table_output as view
 
     found = inventory.read_inventory(world.node())
     if words:

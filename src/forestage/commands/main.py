@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import CommandContext as CommandContext
-from forestage.commands.world import ExitStatus, LazyCommandGroup
+from forestage.commands.command_context import CommandContext as CommandContext
+from forestage.commands.command_context import ExitStatus, LazyCommandGroup
 from forestage.features import FEATURES, doors
 
 if TYPE_CHECKING:

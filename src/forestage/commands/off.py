@@ -4,7 +4,12 @@ import click
 import msgspec
 
 from forestage.clock import Clock
-from forestage.commands.world import ExitStatus, as_json, parse_duration_option, print_result
+from forestage.commands.command_context import (
+    ExitStatus,
+    as_json,
+    parse_duration_option,
+    print_result,
+)
 from forestage.config import load_config, switch
 from forestage.errors import ConfigError
 from forestage.paths import NodePaths

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.entries import entry_words, pick_entries
-from forestage.commands.world import as_json, print_result
+from forestage.commands.command_context import as_json, print_result
+from forestage.commands.entry_arguments import entry_words, pick_entries
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 
 @click.command()

@@ -12,16 +12,16 @@ import click
 import msgspec
 
 from forestage.bind import redirect
-from forestage.cache import disk as cache_disk
 from forestage.cache import disk_errors, evict
+from forestage.cache import disk_probe as cache_disk
 from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER
-from forestage.check import site as sites
-from forestage.commands import copies, inventory, recent
+from forestage.check import slurm_site as sites
+from forestage.commands import copies, inventory, recent_activity
+from forestage.commands.command_context import ExitStatus, as_json, insert_after, print_result
 from forestage.commands.copies import CopyUnderWay
 from forestage.commands.inventory import InventoryItem, LeaseHolder
-from forestage.commands.world import ExitStatus, as_json, insert_after, print_result
 from forestage.config import switch
 from forestage.errors import Declined
 from forestage.events import quote_field
@@ -112,8 +112,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     doubt: DiskDoubt | None = None
     data: int = 0
     reclaimable: int = 0
-    calls: recent.RecentCalls = recent.RecentCalls()
-    starts: recent.RecentStarts = recent.RecentStarts()
+    calls: recent_activity.RecentCalls = recent_activity.RecentCalls()
+    starts: recent_activity.RecentStarts = recent_activity.RecentStarts()
     in_steps: bool = False
     time: float = 0.0
     blocked: StagingObstacle | None = None
@@ -145,8 +145,8 @@ def read_node_status(node: Node, conf: str = "") -> NodeStatus:
     paths |= {item.key: item.path for item in holdings.items}
     bound = tuple(bind.path for bind in redirect.list_binds(node.cache))
     disk = disk_errors.read_state(node.places)
-    calls = recent.read_recent_calls(node.places, now)
-    starts = recent.count_recent_starts(node.places.events, now)
+    calls = recent_activity.read_recent_calls(node.places, now)
+    starts = recent_activity.count_recent_starts(node.places.events, now)
     facts = StatusFacts(node, holdings.items, stored is not None, now)
     found = NodeStatus(
         time=now,
@@ -194,7 +194,10 @@ def make_document(status: NodeStatus) -> dict[str, object]:
 
 
 def _find_staging_obstacle(
-    node: Node, under: MountInfo | None, room: evict.CacheSpace | None, starts: recent.RecentStarts
+    node: Node,
+    under: MountInfo | None,
+    room: evict.CacheSpace | None,
+    starts: recent_activity.RecentStarts,
 ) -> StagingObstacle | None:
     """Why no copy can be made now, as far as that shows before one; a disk is asked in a child."""
     if hang := cache_disk.probe_disk(node.places, node.cache):
@@ -212,7 +215,7 @@ def _find_staging_obstacle(
     return None
 
 
-def _should_load_companion(node: Node, calls: recent.RecentCalls, conf: str) -> bool:
+def _should_load_companion(node: Node, calls: recent_activity.RecentCalls, conf: str) -> bool:
     """Whether steps are to get the companion: by the configuration, or since it was here before."""
     if node.config.redirect == "spank":
         return True
@@ -303,7 +306,7 @@ def _list_facts(status: NodeStatus) -> list[tuple[str, str]]:
 
 def _format_login_node_hint(status: NodeStatus) -> list[OutputBlock]:
     """Pure: whom to ask, where nothing is in use: this may be a login node."""
-    if status.room is not None or status.calls != recent.RecentCalls():
+    if status.room is not None or status.calls != recent_activity.RecentCalls():
         return []
     return [
         TextLine("On a host that runs no jobs, such as a login node, ask the nodes:"),

@@ -33,16 +33,16 @@ import msgspec
 
 from forestage import events
 from forestage.bind import namespaces, redirect, unmount
-from forestage.cache import disk, disk_errors, earlier, evict, hot
+from forestage.cache import disk_errors, disk_probe, earlier_caches, evict, hot_pieces
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import Lease, LeaseDirectory, LeaseVersion
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, Part, boot_id
 from forestage.commands import inventory, verify
+from forestage.commands.command_context import as_json, insert_after, print_result
 from forestage.commands.inventory import InventoryItem
 from forestage.commands.unredirect import ROOT_USER, choose_bind_owner
 from forestage.commands.verify import EntryVerdict, VerifyOptions, VerifyProgress
-from forestage.commands.world import as_json, insert_after, print_result
 from forestage.config import directories
 from forestage.errors import UNMOUNTED_REASONS, Failed, ForestageError, SlurmError
 from forestage.events import EventRecord, losses, user_files
@@ -51,12 +51,12 @@ from forestage.features.contexts import SweepFacts
 from forestage.features.doors import Door, load_door, load_doors
 from forestage.hooks import epilog
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient, find_end_reason
+from forestage.slurm.slurm_client import SlurmClient, find_end_reason
 from forestage.system import folders, lock, mounts
 from forestage.system import terminal as screen
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, format_count, short_key
-from forestage.views.through import remains
+from forestage.views.through import keeper_cleanup
 
 if TYPE_CHECKING:
     from forestage.features.doors import SweepFunction
@@ -241,8 +241,8 @@ class _SweepRun:
     def of_node(self, only: SweepPart | None, progress: VerifyProgress, start: float) -> None:
         """Does all of a sweep, or the leftovers or entries alone."""
         node = self.node
-        disk.check_writable(node.places, node.cache)
-        caches = earlier.list_earlier_caches(node)  # leases name some
+        disk_probe.check_writable(node.places, node.cache)
+        caches = earlier_caches.list_earlier_caches(node)  # leases name some
         made = self.tried(self.is_made, node)
         self.add(kept=len(node.leases.jobs()))
         if only != "entries":
@@ -326,7 +326,7 @@ class _SweepRun:
         for cache in caches:
             there = msgspec.structs.replace(self.node, cache=cache)
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
-                earlier.check_exclusive_use(self.node, cache)
+                earlier_caches.check_exclusive_use(self.node, cache)
                 self.of_features(doors.SWEEP_IN_EACH_CACHE, there)
 
     def of_cache(self) -> None:
@@ -343,7 +343,7 @@ class _SweepRun:
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
             self.tried(node.cache.correct_uses, node.clock.wall())
-            self.tried(hot.repair_index, node.cache)
+            self.tried(hot_pieces.repair_index, node.cache)
 
     def of_entries(self, progress: VerifyProgress) -> None:
         """Reads the entries that are due; a dry run only names them."""
@@ -405,7 +405,7 @@ class _SweepRun:
         if self.dry_run:
             return released
         if cache.root != node.cache.root:
-            disk.check_writable(node.places, cache)  # the sweep has asked the other one
+            disk_probe.check_writable(node.places, cache)  # the sweep has asked the other one
         epilog.record_last_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
@@ -485,14 +485,14 @@ class _SweepRun:
 
     def hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
-        hanging = remains.list_hanging_keepers(node.places.through, node.clock)
+        hanging = keeper_cleanup.list_hanging_keepers(node.places.through, node.clock)
         if not self.dry_run:
             for found in hanging:
-                self.tried(remains.kill_keeper, found)
-            for spot in remains.list_dead_directories(
+                self.tried(keeper_cleanup.kill_keeper, found)
+            for spot in keeper_cleanup.list_dead_directories(
                 node.places.through, node.cache, node.clock.wall()
             ):
-                self.tried(remains.remove_directory, spot)
+                self.tried(keeper_cleanup.remove_directory, spot)
         return tuple(found.spot.name for found in hanging)
 
     def evicted(self, node: Node) -> tuple[str, ...]:

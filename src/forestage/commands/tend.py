@@ -25,13 +25,13 @@ import msgspec
 
 from forestage.cache import disk_errors
 from forestage.clock import Clock, Deadline
-from forestage.commands.world import ExitStatus, raise_signals_as_interrupt
+from forestage.commands.command_context import ExitStatus, raise_signals_as_interrupt
 from forestage.errors import ConfigError, ForestageError
 from forestage.features.contexts import TendFacts
 from forestage.features.doors import TEND_EACH_MINUTE, TEND_WORKS_FOR_OTHERS, load_doors
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
-from forestage.system import child, folders, lock, run
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.system import folders, forked_child, lock, run
 from forestage.system.run import RunningProcess
 from forestage.units import make_printable
 
@@ -44,7 +44,9 @@ SWEEP_INTERVAL = (
 )
 IDLE_COMMAND = ("ionice", "-c", "3", "nice", "-n", "19")  # ionice is of util-linux, as setpriv is
 OOM_SCORE_ADJ = 500  # as in forestage.service: the kernel ends it before jobs
-UNMOUNTED_STATUS = 12  # how a command ends that has no cache here yet (commands/world.ExitStatus)
+UNMOUNTED_STATUS = (
+    12  # how a command ends that has no cache here yet (commands/command_context.ExitStatus)
+)
 
 PartState = Literal["ended", "begun", "cut", "hangs", "left out", "failed"]
 
@@ -200,7 +202,7 @@ def start_part(environ: Mapping[str, str], part: TendPart, held: int | None) -> 
     leave = (
         run.stay_in_cgroups
         if part.limit
-        else partial(child.leave_job_cgroups, OOM_SCORE_ADJ, "idle")
+        else partial(forked_child.leave_job_cgroups, OOM_SCORE_ADJ, "idle")
     )
     return run.start_command(words, environ, () if held is None else (held,), leave)
 

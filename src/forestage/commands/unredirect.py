@@ -13,11 +13,11 @@ import msgspec
 
 from forestage.bind import unmount
 from forestage.bind.unmount import RedirectBind
-from forestage.cache import disk
+from forestage.cache import disk_probe
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
-from forestage.commands import sources
-from forestage.commands.world import ExitStatus, as_json, print_result
+from forestage.commands import entry_sources
+from forestage.commands.command_context import ExitStatus, as_json, print_result
 from forestage.config import Config
 from forestage.errors import ConfigError, ForestageError
 from forestage.system import lock
@@ -88,10 +88,10 @@ def choose_bind_owner(node: Node, bind: RedirectBind) -> User:
     Root where that is not known: the entry is gone, or the disk of an earlier cache hangs.
     """
     cache = Cache(Path(bind.cache), node.places.claims)
-    if not bind.key or disk.probe_disk(node.places, cache):
+    if not bind.key or disk_probe.probe_disk(node.places, cache):
         return ROOT_USER
     entry = cache.read(bind.key)
-    return sources.read_owner_account(entry.access) if entry else ROOT_USER
+    return entry_sources.read_owner_account(entry.access) if entry else ROOT_USER
 
 
 def format_output(done: UnredirectResult) -> list[OutputBlock]:

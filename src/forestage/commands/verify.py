@@ -20,15 +20,15 @@ import msgspec
 
 from forestage import events, log
 from forestage.bind import unmount
-from forestage.cache import digest, image
-from forestage.cache.image import AccessRights
+from forestage.cache import digest, source_image
 from forestage.cache.layout import Entry, open_copy
 from forestage.cache.node import Node
-from forestage.commands import compare, inventory, sources
-from forestage.commands.compare import ComparisonResult, SourceReadError
-from forestage.commands.entries import optional_entry_words, pick_entries
+from forestage.cache.source_image import AccessRights
+from forestage.commands import copy_comparison, entry_sources, inventory
+from forestage.commands.command_context import ExitStatus, as_json, print_result
+from forestage.commands.copy_comparison import ComparisonResult, SourceReadError
+from forestage.commands.entry_arguments import optional_entry_words, pick_entries
 from forestage.commands.inventory import InventoryItem
-from forestage.commands.world import ExitStatus, as_json, print_result
 from forestage.errors import ForestageError
 from forestage.events import BadEntryOutcome, EventRecord, losses
 from forestage.stage import engines
@@ -135,7 +135,7 @@ def verify_entries(
 
 def _make_progress(
     progress: VerifyProgress, number: int, of: int, what: str
-) -> compare.CompareProgress:
+) -> copy_comparison.CompareProgress:
     return lambda done, size: progress(
         f"verifying {number} of {of}: {format_size(done)} of {format_size(size)} of {what}"
     )
@@ -156,7 +156,7 @@ def _verify_entry(
     node: Node,
     item: InventoryItem,
     dry_run: bool,
-    done: compare.CompareProgress,
+    done: copy_comparison.CompareProgress,
     manner: VerifyOptions,
 ) -> EntryVerdict:
     verdict = _make_unverified(item)
@@ -191,7 +191,7 @@ def _verify_copy(
     entry: Entry,
     verdict: EntryVerdict,
     fd: int,
-    done: compare.CompareProgress,
+    done: copy_comparison.CompareProgress,
     manner: VerifyOptions,
 ) -> EntryVerdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
@@ -201,8 +201,8 @@ def _verify_copy(
     chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
     threads = engines.derive_tuning(node.config, entry.identity.size).threads
 
-    def against(expected: compare.ExpectedDigest) -> ComparisonResult:
-        return compare.compare_copy(
+    def against(expected: copy_comparison.ExpectedDigest) -> ComparisonResult:
+        return copy_comparison.compare_copy(
             fd, entry.identity.size, chunk, threads, expected, done, manner.rate
         )
 
@@ -222,24 +222,24 @@ def _verify_copy(
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
     return _with_comparison(
         verdict,
-        against(compare.make_recorded_digests(digest.split_map(digests), chunk)),
+        against(copy_comparison.make_recorded_digests(digest.split_map(digests), chunk)),
         "digests",
         why,
     )
 
 
 def _compare_with_source(
-    node: Node, entry: Entry, against: Callable[[compare.ExpectedDigest], ComparisonResult]
+    node: Node, entry: Entry, against: Callable[[copy_comparison.ExpectedDigest], ComparisonResult]
 ) -> ComparisonResult | str:
     """What differs from the source; or why that cannot be said."""
-    user = sources.read_owner_account(entry.access)
-    opened = sources.open_if_unchanged(node.cache, entry, user)
-    if isinstance(opened, sources.SourceState):
+    user = entry_sources.read_owner_account(entry.access)
+    opened = entry_sources.open_if_unchanged(node.cache, entry, user)
+    if isinstance(opened, entry_sources.SourceState):
         if entry.identity.tree:
             return f"its source was not asked: {opened.detail}"
         return _format_source_state(opened)
     try:
-        expected = compare.make_source_digests(
+        expected = copy_comparison.make_source_digests(
             opened.fd, entry.identity.size, node.config.bandwidth
         )
         found = against(expected)
@@ -248,11 +248,11 @@ def _compare_with_source(
     finally:
         opened.close()
     # What differs from a source that was changed meanwhile is not bad for that.
-    now = sources.read_source_state(node.cache, entry, user) if found.bad else None
+    now = entry_sources.read_source_state(node.cache, entry, user) if found.bad else None
     return _format_source_state(now) if now and now.state != "unchanged" else found
 
 
-def _format_source_state(why: sources.SourceState) -> str:
+def _format_source_state(why: entry_sources.SourceState) -> str:
     word = {"gone": "is gone", "changed": "was changed"}.get(why.state, "could not be read")
     return f"its source {word}" + (f" ({why.detail})" if why.detail else "")
 
@@ -272,7 +272,9 @@ def _with_comparison(
 def format_attribute_errors(entry: Entry, fd: int) -> str:
     """What is wrong with the size and the rights of the open copy, or ""."""
     facts = os.fstat(fd)
-    access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, image.read_acl(fd))
+    access = AccessRights(
+        facts.st_uid, facts.st_gid, facts.st_mode & 0o7777, source_image.read_acl(fd)
+    )
     right = entry.access
     pairs = [
         ("size", str(facts.st_size), str(entry.identity.size)),
@@ -301,7 +303,11 @@ def _evict_bad_entry(
     Everybody hears of it: jobs may have read it since its bytes were last right.
     """
     cache, since = node.cache, node.cache.last_read(item.key)
-    user = sources.read_owner_account(item.entry.access) if item.entry else sources.invoking_user()
+    user = (
+        entry_sources.read_owner_account(item.entry.access)
+        if item.entry
+        else entry_sources.invoking_user()
+    )
     stays = ""
     going: list[unmount.ClaimedBind] = []
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.events.log import EventRecord, ReleaseOutcome
+from forestage.events.event_log import EventRecord, ReleaseOutcome
 from forestage.system import records
 from forestage.units import make_printable
 

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from forestage.cache.layout import Cache
     from forestage.cache.node import Node
     from forestage.check import CheckTarget
-    from forestage.check.site import SlurmSite
+    from forestage.check.slurm_site import SlurmSite
     from forestage.clock import Clock
+    from forestage.commands.event_counters import EventTally, Histogram
     from forestage.commands.inventory import InventoryItem
     from forestage.commands.status import NodeStatus
-    from forestage.commands.tally import EventTally, Histogram
     from forestage.config import Config, LoadedConfig
     from forestage.errors import Declined
     from forestage.events import CopyOutcome, EventHook, Outcome, RequestOutcome
-    from forestage.hooks.limit import HookDeadlines
+    from forestage.hooks.hook_deadlines import HookDeadlines
     from forestage.paths import NodePaths
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import LineFields
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
     from forestage.slurm.slurm_conf import SlurmConf
+    from forestage.slurm.step_protocol import LineFields
     from forestage.system.terminal import OutputBlock
     from forestage.system.tree import RootedTree
 

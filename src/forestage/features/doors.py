@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from forestage.cache.layout import Cache
     from forestage.check.finding import CheckFinding
+    from forestage.commands.command_context import CommandContext
     from forestage.commands.sweep import SweepReport
     from forestage.commands.tend import TendPart
-    from forestage.commands.world import CommandContext
     from forestage.config import Config
     from forestage.events import RequestOutcome
     from forestage.features.contexts import (
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from forestage.paths import NodePaths
     from forestage.slurm.hints import Request
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import LineFields
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
+    from forestage.slurm.step_protocol import LineFields
     from forestage.stage.engines import CopyHelpers
     from forestage.stage.task import CopyTask
 

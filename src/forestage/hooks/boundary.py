@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.config import LoadedConfig
     from forestage.events import Outcome
-    from forestage.hooks.watch import HookPipe, HookWorker
+    from forestage.hooks.hook_worker import HookPipe, HookWorker
     from forestage.paths import NodePaths
     from forestage.slurm.job import Job
     from forestage.slurm.slurm_conf import SlurmConf
@@ -63,23 +63,25 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
     record_call(name, os.environ, run)
     update_nodelist(name, os.environ, run)
     if name == "step":
-        from forestage.slurm.lines import LANGUAGE
+        from forestage.slurm.step_protocol import LANGUAGE
 
         write_companion_line(LANGUAGE)
     if has_no_work(name, os.environ, root):
         hook.say("result=none")
         hook.answer("leave", "no-image")
         return 0
-    from forestage.hooks import background, watch
+    from forestage.hooks import background_prolog, hook_worker
 
     try:
         if name == "epilog":
-            background.stop_prolog(background.prolog_mark_path(os.environ, run), os.environ)
+            background_prolog.stop_prolog(
+                background_prolog.prolog_mark_path(os.environ, run), os.environ
+            )
         # What is there of its number may be another job's: that goes before this one may start.
         if name == "prolog" and not has_lease(os.environ, run):
-            hook.mark = background.detach_prolog(os.environ, run)
-        forked = None if hook.mark else watch.fork_worker(keeps_stdout=name == "step")
-        if isinstance(forked, watch.HookWorker):
+            hook.mark = background_prolog.detach_prolog(os.environ, run)
+        forked = None if hook.mark else hook_worker.fork_worker(keeps_stdout=name == "step")
+        if isinstance(forked, hook_worker.HookWorker):
             return hook.wait(forked, root)
         hook.child = forked
         import_msgspec()
@@ -92,7 +94,7 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
         hook.say(f"result=failed {what}")
         hook.answer("leave", "error")
     finally:
-        background.end_background_work(hook.mark)
+        background_prolog.end_background_work(hook.mark)
         hook.watched.end()
     return 0
 
@@ -199,7 +201,7 @@ def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
     moment may leave the lower number, until the next. A number that is lower by NEAR says that
     slurmctld counts from the start again, or that a job waited for long: then it is the latest, and
-    behind it stands since when (commands/recent.py).
+    behind it stands since when (commands/recent_activity.py).
     """
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):
@@ -266,8 +268,9 @@ def _read_second_line(file: str) -> str:
 class HookRun:
     """One run of a hook.
 
-    `mark`: of a Prolog whose script has ended (hooks/background.py). `child`: of the child that
-    does its work (hooks/watch.py), what tells the hook. `slurm_conf` is there once `run` is called.
+    `mark`: of a Prolog whose script has ended (hooks/background_prolog.py). `child`: of the child
+    that does its work (hooks/hook_worker.py), what tells the hook. `slurm_conf` is there once `run`
+    is called.
     """
 
     slurm_conf: SlurmConf
@@ -291,10 +294,10 @@ class HookRun:
 
         Who waits for this child sees it end with 0; what goes on is another process.
         """
-        from forestage.hooks import background
+        from forestage.hooks import background_prolog
 
         if self.child is not None:
-            self.mark = background.detach_prolog(self.environ, run)
+            self.mark = background_prolog.detach_prolog(self.environ, run)
         if self.child is not None and self.mark:
             os.close(self.child.line)
             self.child = None
@@ -302,17 +305,17 @@ class HookRun:
     @property
     def watched(self) -> HookPipe:
         """Tells the process that waits for this one, if one does."""
-        from forestage.hooks.watch import NO_HOOK_PIPE
+        from forestage.hooks.hook_worker import NO_HOOK_PIPE
 
         return self.child or NO_HOOK_PIPE
 
     def wait(self, child: HookWorker, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
-        from forestage.hooks import watch
+        from forestage.hooks import hook_worker
 
         try:
             return child.wait(lambda cache: _seconds_hung(cache, root))
-        except watch.HookWorkerTimeout as late:
+        except hook_worker.HookWorkerTimeout as late:
             self._go_on_without(late.cache, _make_paths(root))
             return 0
 
@@ -332,22 +335,24 @@ class HookRun:
 
             outcomes.append(epilog.drop_lease_of_hung_epilog(places, job, why))
         else:
-            from forestage.hooks import answers
+            from forestage.hooks import request_results
 
             if self.name == "step":  # else `explain` says that none asked
                 from forestage.cache.lease import LeaseDirectory
                 from forestage.hooks import step
 
                 job = step.with_hinted_images(LeaseDirectory(places.leases), job)
-            outcomes += [answers.make_error_outcome(request, why) for request in job.requests]
+            outcomes += [
+                request_results.make_error_outcome(request, why) for request in job.requests
+            ]
         self.report(job, outcomes, places, Clock())
         self.answer("leave", why.reason)
 
     def run(self, places: NodePaths, clock: Clock) -> None:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
-        from forestage.hooks import script
+        from forestage.hooks import hook_work
 
-        script.run_hook(self, places, clock)
+        hook_work.run_hook(self, places, clock)
 
     def report(
         self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
@@ -383,10 +388,10 @@ def _seconds_hung(cache: str, root: str) -> float:
     """For how many seconds a cache's disk has not answered."""
     from pathlib import Path
 
-    from forestage.cache import disk
+    from forestage.cache import disk_probe
     from forestage.cache.layout import Cache
 
-    hang = disk.probe_disk(_make_paths(root), Cache(Path(cache)))
+    hang = disk_probe.probe_disk(_make_paths(root), Cache(Path(cache)))
     return hang.seconds if hang else 0.0
 
 
@@ -400,7 +405,7 @@ def _make_paths(root: str) -> NodePaths:
 
 def write_companion_line(*fields: str) -> None:
     """One line for the companion, which may have gone."""
-    from forestage.slurm.lines import encode_line
+    from forestage.slurm.step_protocol import encode_line
 
     try:
         os.write(1, encode_line(*fields) + b"\n")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from forestage.cache import step_record
-from forestage.cache.image import PATH_MAX
+from forestage.cache.source_image import PATH_MAX
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.paths import NodePaths

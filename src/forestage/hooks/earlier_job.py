@@ -16,12 +16,12 @@ from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.events import ReleaseOutcome
-from forestage.hooks import background, epilog
-from forestage.hooks.watch import HookPipe
+from forestage.hooks import background_prolog, epilog
+from forestage.hooks.hook_worker import HookPipe
 from forestage.paths import NodePaths
 from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.slurm.timeouts import HookTimeLimits
 from forestage.system import processes
 
@@ -45,7 +45,7 @@ def release_earlier_job(
         return limits
     earlier = _job_from_lease(lease)
     mark = os.fspath(places.leases / f"{job.id}.prolog")
-    background.stop_prolog(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
+    background_prolog.stop_prolog(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
     most = RELEASE_TIMEOUT if limits.drains is None else min(RELEASE_TIMEOUT, limits.drains / 4)
     short = msgspec.structs.replace(limits, epilog=most)
     outcomes: list[ReleaseOutcome] = []

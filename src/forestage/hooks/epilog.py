@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from forestage.bind import namespaces, redirect, unmount
-from forestage.cache import disk, disk_errors, evict
+from forestage.cache import disk_errors, disk_probe, evict
 from forestage.cache.layout import Cache
 from forestage.cache.lease import Lease, LeaseDirectory
 from forestage.cache.node import Node, configured_root
@@ -36,7 +36,7 @@ from forestage.config import Config
 from forestage.errors import Declined, Failed, classify_node_error
 from forestage.events import ReleaseOutcome
 from forestage.features import FEATURES, Feature, list_with_job_marks
-from forestage.hooks.watch import NO_HOOK_PIPE, HookPipe
+from forestage.hooks.hook_worker import NO_HOOK_PIPE, HookPipe
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import HookTimeLimits
@@ -147,7 +147,7 @@ def _release_job(
 ) -> None:
     """Releases what the job held, also where the disk hangs; else features do so, and it evicts."""
     try:
-        hang = disk.probe_disk(end.places, cache, end.patience)
+        hang = disk_probe.probe_disk(end.places, cache, end.patience)
         if hang is not None:
             return report(_release_without_disk(end, cache, hang))
         # The disk may have been unmounted while the job ran (umount --lazy). What lies below may be
@@ -296,7 +296,7 @@ def _release_without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> R
     with contextlib.suppress(Failed, OSError):  # who has the lock may hang with the disk
         done = _drop_lease_and_unmount(end, cache)
     _drop_lease_unlocked(end.leases, end.job)
-    return _make_unfinished_outcome(disk.declined_by_hang(cache, hang), done.unmounted)
+    return _make_unfinished_outcome(disk_probe.declined_by_hang(cache, hang), done.unmounted)
 
 
 def drop_lease_of_hung_epilog(places: NodePaths, job: Job, why: Declined) -> ReleaseOutcome:

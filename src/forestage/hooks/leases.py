@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from forestage.bind import redirect
-from forestage.cache import disk
-from forestage.cache.image import SourceImage
+from forestage.cache import disk_probe
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.errors import Declined, ForestageError
 from forestage.hooks.container_binds import SAVE_PATH_TIMEOUT
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
@@ -157,11 +157,13 @@ def drop_own_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> 
 def _hold_space_lock(node: Node, limit: HookDeadlines) -> Iterator[None]:
     """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
     left = limit.end.left()
-    hang = disk.probe_disk(node.places, node.cache, left)
+    hang = disk_probe.probe_disk(node.places, node.cache, left)
     with contextlib.ExitStack() as held:
         try:
             patience = left if hang is None else min(SHORT_LOCK_TIMEOUT, left)
             held.enter_context(lock.held(node.cache.space_lock, patience))
         except lock.LockTimeout as busy:
-            raise busy if hang is None else disk.declined_by_hang(node.cache, hang, left) from None
+            raise (
+                busy if hang is None else disk_probe.declined_by_hang(node.cache, hang, left)
+            ) from None
         yield

@@ -11,8 +11,8 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import UNSERVED_RESULTS, Outcome, RequestOutcome
 from forestage.hooks import leases, serve
-from forestage.hooks.answers import RequestResult, make_error_outcome
-from forestage.hooks.limit import HookDeadlines, requested_wait
+from forestage.hooks.hook_deadlines import HookDeadlines, requested_wait
+from forestage.hooks.request_results import RequestResult, make_error_outcome
 from forestage.slurm import timeouts
 from forestage.slurm.hints import MAX_PROBLEMS, OF_OPTION, Request
 from forestage.slurm.job import Job

@@ -18,33 +18,33 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from forestage.bind import redirect
-from forestage.cache import disk, disk_errors, unpacked
-from forestage.cache.image import SourceImage
+from forestage.cache import disk_errors, disk_probe, unpack_space
 from forestage.cache.lease import Lease
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, classify_disk_error
 from forestage.events import UNSERVED_RESULTS, OutcomeResult
 from forestage.hooks import bare_name, leases
-from forestage.hooks.answers import (
+from forestage.hooks.container_binds import ContainerBinds
+from forestage.hooks.hook_deadlines import HookDeadlines
+from forestage.hooks.leases import SHORT_LOCK_TIMEOUT
+from forestage.hooks.request_results import (
     RequestResult,
     make_error_outcome,
     make_served_result,
     with_baseline,
 )
-from forestage.hooks.container_binds import ContainerBinds
-from forestage.hooks.leases import SHORT_LOCK_TIMEOUT
-from forestage.hooks.limit import HookDeadlines
 from forestage.slurm.hints import IMPORTED, Request, RequestKind
 from forestage.slurm.job import Job
-from forestage.slurm.lines import has_control_characters
+from forestage.slurm.step_protocol import has_control_characters
 from forestage.sources.file import FileSourceFinder
 from forestage.sources.source import OpenImage, SourceFinder
-from forestage.stage import wait
+from forestage.stage import copy_wait
 from forestage.units import make_printable
 
 if TYPE_CHECKING:
-    from forestage.system.holder import StartChannel
+    from forestage.system.daemon import StartChannel
 
 SOURCE_FINDERS: Mapping[RequestKind, SourceFinder] = {
     "image": FileSourceFinder("image"),
@@ -134,7 +134,7 @@ def start_request(
             _check_may_stage(node, found, refusal)
             _check_clear_of_binds(call, request, found)
             lease = held.enter_context(leases.hold_entry(node, job, opened.image.key, limit))
-            copying = held.enter_context(wait.ensure_copy_started(node, job, opened))
+            copying = held.enter_context(copy_wait.ensure_copy_started(node, job, opened))
             kept = call.held.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
         return _with_duration(call, _make_unserved_result(request, error, refusal, found), since)
@@ -192,7 +192,7 @@ def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     if begins:  # no job is to read through a copy that is refused, and say nothing of it
         first = limit.room
     try:
-        came = wait.wait_for_copy(node, job, opened, copying, first, limit.watch, begins)
+        came = copy_wait.wait_for_copy(node, job, opened, copying, first, limit.watch, begins)
     except Declined as late:
         if late.reason != "deadline":
             raise
@@ -200,7 +200,7 @@ def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
         if meanwhile is None:
             came = "joined"
         elif until := _extended_deadline(call, begun, meanwhile):
-            came = wait.wait_for_copy(node, job, opened, copying, until, limit.watch)
+            came = copy_wait.wait_for_copy(node, job, opened, copying, until, limit.watch)
         else:
             return meanwhile
     _check_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
@@ -268,7 +268,7 @@ def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResu
         socket = keeper.start_keeper(CopyTask(node, job, begun.opened), wait=call.limit.ready)
     except Declined as why:
         # A stager that publishes takes away what a keeper of its copy needs
-        # (cache/readers.remove_map_files).
+        # (cache/arrival_map.remove_map_files).
         if node.cache.find(found):
             return None
         return started.saying(reason=why.reason, detail=make_printable(str(why)))
@@ -284,7 +284,7 @@ def _evict_for_unpacking(node: Node, job: Job, answers: list[RequestResult]) -> 
     only a favour: a job that finds too little has no more without us.
     """
     needs = {
-        number: unpacked.estimate_unpacked_bytes(node.cache, node.config, answer.image)
+        number: unpack_space.estimate_unpacked_bytes(node.cache, node.config, answer.image)
         for number, answer in enumerate(answers)
         if answer.image
         and answer.image.kind == "image"
@@ -294,10 +294,10 @@ def _evict_for_unpacking(node: Node, job: Job, answers: list[RequestResult]) -> 
     if number is None or not needs[number]:
         return answers
     with contextlib.suppress(ForestageError, OSError):
-        disk.check_writable(node.places, node.cache, SHORT_LOCK_TIMEOUT)
-        if not unpacked.has_free_bytes(
+        disk_probe.check_writable(node.places, node.cache, SHORT_LOCK_TIMEOUT)
+        if not unpack_space.has_free_bytes(
             node.cache, node.config, needs[number]
-        ) and unpacked.is_enroot_on_same_disk(node.cache, node.places.root, SHORT_LOCK_TIMEOUT):
+        ) and unpack_space.is_enroot_on_same_disk(node.cache, node.places.root, SHORT_LOCK_TIMEOUT):
             # Mostly there is enough.
             from forestage.cache import evict
 
@@ -317,7 +317,7 @@ def _find_refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) 
         SOURCE_FINDERS[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
-        disk.check_readable(node.places, node.cache, limit.end.left())
+        disk_probe.check_readable(node.places, node.cache, limit.end.left())
         node.cache.prepare(node.config.require_mount)
         disk_errors.check_no_doubt(node.places)
     except Declined as declined:

@@ -1,6 +1,6 @@
 """The step hook: the SPANK companion runs it once per step and node, before the tasks start.
 
-It answers in the lines of slurm/lines.py.
+It answers in the lines of slurm/step_protocol.py.
 """
 
 import contextlib
@@ -12,22 +12,22 @@ import msgspec
 
 from forestage import events
 from forestage.cache import step_record
-from forestage.cache.image import SourceImage
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.cache.step_record import RecordedImage
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, classify_node_error
 from forestage.events import RequestOutcome
 from forestage.hooks import leases, serve, user_messages
-from forestage.hooks.answers import RequestResult, with_baseline
-from forestage.hooks.limit import HookDeadlines, requested_wait
+from forestage.hooks.hook_deadlines import HookDeadlines, requested_wait
+from forestage.hooks.request_results import RequestResult, with_baseline
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import STEP_ENVIRONMENT, LineFields, has_control_characters
+from forestage.slurm.step_protocol import STEP_ENVIRONMENT, LineFields, has_control_characters
 from forestage.sources import opening
-from forestage.stage.wait import ignore_progress
+from forestage.stage.copy_wait import ignore_progress
 from forestage.system import as_user, lock
 from forestage.units import is_number
 

@@ -9,7 +9,7 @@ from forestage.cache.node import Node
 from forestage.clock import Clock
 from forestage.config import UserMessages
 from forestage.errors import ForestageError
-from forestage.events import UNSERVED_RESULTS, RequestOutcome, saved
+from forestage.events import UNSERVED_RESULTS, RequestOutcome, saved_time
 from forestage.hooks import leases
 from forestage.slurm import nodelist
 from forestage.slurm.job import Job
@@ -210,5 +210,5 @@ def _format_served(outcome: RequestOutcome, waited: float) -> str:
     said = outcome.result + (f", the step waited {took}" if took else "")
     said += f", the job's start {before}" if before else ""
     whole = msgspec.structs.replace(outcome, wait=outcome.wait + waited)
-    worth = f", {saved.format_saving(whole)}" * (outcome.result not in copy)
+    worth = f", {saved_time.format_saving(whole)}" * (outcome.result not in copy)
     return f"{name} is read from {where} ({said}){worth}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from forestage.errors import JobError
-from forestage.slurm import lines
+from forestage.slurm import step_protocol
 from forestage.slurm.hints import UNKNOWN_NODE_INDEX, JobHints, NodeIndex, Request, parse_hints
 from forestage.system.as_user import User
 from forestage.system.tree import PATH
@@ -115,15 +115,15 @@ class Job(msgspec.Struct, frozen=True):
             else False
             if NO_HOME_OPTION in environ
             else None,
-            home=environ.get(lines.STEP_HOME, ""),
-            path=environ.get(lines.STEP_PATH) or PATH,
+            home=environ.get(step_protocol.STEP_HOME, ""),
+            path=environ.get(step_protocol.STEP_PATH) or PATH,
             # Not in a step, whose environment is the user's.
             restart=_parse_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
             start=_parse_start(environ),
-            manager=_parse_number(environ, lines.STEP_MANAGER)
-            if lines.STEP_MANAGER in environ
+            manager=_parse_number(environ, step_protocol.STEP_MANAGER)
+            if step_protocol.STEP_MANAGER in environ
             else 0,
         )
 
@@ -134,7 +134,7 @@ def _parse_user(environ: Mapping[str, str]) -> User:
     name = environ.get("SLURM_JOB_USER", "")
     if name == _UNKNOWN and uid not in _NOBODIES:
         name = ""
-    listed = environ.get(lines.STEP_GROUPS, "").split(",")
+    listed = environ.get(step_protocol.STEP_GROUPS, "").split(",")
     # Not of a Prolog: only the companion's environment has nothing of the user's under this name.
     if "SLURM_STEP_ID" in environ and all(map(is_number, listed)):
         return User(name, uid, gid, tuple(dict.fromkeys((gid, *map(int, listed)))), of_step=True)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from forestage.errors import Declined
-from forestage.slurm import release
+from forestage.slurm import slurm_release
 from forestage.system import as_user
 
 INVALID_JOB, INVALID_NODE = 2017, 2018  # slurm_errno.h: ESLURM_INVALID_JOB_ID, …_NODE_NAME
@@ -38,8 +38,8 @@ def find_installed_version() -> str:
 
 def is_compatible(version: str) -> bool:
     """Whether the pyslurm is for this release of Slurm: the text of `squeue --version`."""
-    own = release.parse_release(find_installed_version())
-    return own != "" and own == release.parse_release(version)
+    own = slurm_release.parse_release(find_installed_version())
+    return own != "" and own == slurm_release.parse_release(version)
 
 
 def find_job(number: int, timeout: float) -> SlurmAnswer | None:

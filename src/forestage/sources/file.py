@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from forestage.bind import origins
-from forestage.cache import image
+from forestage.cache import source_image
 from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.slurm.hints import Request
@@ -23,7 +23,7 @@ class FileSourceFinder(msgspec.Struct, frozen=True):
     kind: Literal["image", "data"]
 
     def path(self, job: Job, request: Request) -> str:
-        return image.resolve_requested_path(request, job.work_dir)
+        return source_image.resolve_requested_path(request, job.work_dir)
 
     @contextlib.contextmanager
     def open(self, node: Node, job: Job, path: str, end: Deadline) -> Iterator[OpenImage]:

@@ -18,10 +18,10 @@ import msgspec
 from forestage import trace
 from forestage.bind import origins, redirect
 from forestage.bind.origins import KnownCaches
-from forestage.cache import image, part
-from forestage.cache.image import AccessRights, PathFacts, SourceImage
+from forestage.cache import part, source_image
 from forestage.cache.layout import Cache, open_copy
 from forestage.cache.node import Node
+from forestage.cache.source_image import AccessRights, PathFacts, SourceImage
 from forestage.clock import Deadline
 from forestage.config import ANYWHERE
 from forestage.paths import NodePaths
@@ -67,7 +67,7 @@ def open_as_user(
                 found = msgspec.structs.replace(found, is_bound=found.is_bound or is_covered)
                 if copied_head is not None and found.image is not None:
                     head = copied_head(found.image)
-                    head = head if image.is_squashfs(head) else _read_head(fds[0], user)
+                    head = head if source_image.is_squashfs(head) else _read_head(fds[0], user)
                     found = msgspec.structs.replace(
                         found,
                         head=head,
@@ -129,7 +129,7 @@ def _open_and_inspect(
     ):
         return PathFacts("", sources, mode, is_bound=bool(binds)), []
     found = PathFacts(resolved, sources, mode, is_bound=bool(binds))
-    if not (stat.S_ISREG(mode) and image.is_below_any(resolved, sources)):
+    if not (stat.S_ISREG(mode) and source_image.is_below_any(resolved, sources)):
         return found, []
     # Through the handle, so that it is the same file whatever the path has become.
     source = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_NOCTTY)
@@ -138,9 +138,9 @@ def _open_and_inspect(
     if facts.st_nlink == 0 and not _is_same_file(path, facts):
         return found, []
     access = AccessRights(
-        facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), image.read_acl(source)
+        facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode), source_image.read_acl(source)
     )
-    found_image = SourceImage(image.identity_from_stat(facts, resolved), access)
+    found_image = SourceImage(source_image.identity_from_stat(facts, resolved), access)
     return msgspec.structs.replace(found, image=found_image), [source]
 
 
@@ -168,8 +168,8 @@ def _read_head(fd: int, user: User) -> bytes:
     """
     data = b""
     with as_user.with_effective_user(user):
-        while len(data) < image.HEAD:
-            piece = os.pread(fd, image.HEAD - len(data), len(data))
+        while len(data) < source_image.HEAD:
+            piece = os.pread(fd, source_image.HEAD - len(data), len(data))
             if not piece:
                 break
             data += piece
@@ -189,7 +189,7 @@ def _can_list_directory(path: str, user: User) -> bool:
 
 def _resolve_sources(sources: tuple[str, ...], path: str) -> tuple[str, ...]:
     """The sources without links: one above the resolved `path` has none, others may hang."""
-    named = tuple(source for source in sources if image.is_below_any(path, (source,)))
+    named = tuple(source for source in sources if source_image.is_below_any(path, (source,)))
     return named or tuple(map(as_user.resolve_links, sources))
 
 
@@ -251,17 +251,17 @@ def open_image_for_hook(user: User, path: str, node: Node, end: Deadline) -> Ite
             # So ends the name of an entry that was evicted while a redirect still shows it.
             names = frozenset((path, shown, shown.removesuffix(" (deleted)")))
             redirect.unmount_stale_binds(node.cache, names, "", user, end)
-        raise image.declined_by_open_error(error, path, user) from None
+        raise source_image.declined_by_open_error(error, path, user) from None
     with contextlib.closing(line):
         # Looked for anew where the node has any: what was seen may be gone or going by now.
         if found.is_bound:
             key = found.image.key if found.image else ""
             redirect.unmount_stale_binds(node.cache, frozenset((path, found.path)), key, user, end)
-        judged = image.check_image(found, node.config.max_image_size)
+        judged = source_image.check_image(found, node.config.max_image_size)
         part.check_chunk_count(judged, node.config.chunk_of(judged.size))
         if binds:
-            image.check_node_redirect(found)
-        image.check_not_truncated(found)
+            source_image.check_node_redirect(found)
+        source_image.check_not_truncated(found)
         yield OpenImage(judged, user, -1, line)
 
 
@@ -329,7 +329,7 @@ def _read_copy_head(cache: Cache, wanted: SourceImage) -> bytes:
         if cache.find(wanted) is None:
             return b""
         with open_copy(cache.image(wanted.key)) as copy:
-            return copy.read(image.SUPERBLOCK)
+            return copy.read(source_image.SUPERBLOCK)
     except OSError:
         return b""
 

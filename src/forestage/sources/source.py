@@ -16,10 +16,10 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from forestage.cache import allocation, image
+from forestage.cache import allocation, source_image
 from forestage.cache.allocation import ChunkMap
-from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.node import Node
+from forestage.cache.source_image import FileIdentity, SourceImage
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.slurm.hints import Request
@@ -57,7 +57,7 @@ class ReadableSource(msgspec.Struct, frozen=True):
 
 
 class Source(Protocol):
-    """Which bytes are meant: a file (sources/file.py), or a directory (features/data/open_tree.py).
+    """Which bytes are meant: a file (sources/file), a directory (features/data/directory_source).
 
     All that a copy asks of what it copies. Whoever adds a kind of source brings one of these.
     """
@@ -218,7 +218,7 @@ def _recheck_source(opened: OpenImage, past_cache: bool = False) -> int | None:
         facts = files.read_fresh_stat(opened.fd, os.fstat(opened.fd).st_dev)
         # Major 0 is no block device: what a network file system does past its cache is its affair.
         wanted = past_cache and os.major(facts.st_dev) != 0
-        return image.identity_from_stat(facts, opened.image.path), _open_direct(
+        return source_image.identity_from_stat(facts, opened.image.path), _open_direct(
             opened.fd
         ) if wanted else []
 

@@ -3,7 +3,7 @@
 Every long call (preadv, pwritev, sync_file_range, the digest) runs without
 Python's global lock, so the threads overlap; what is left under it is microseconds a chunk.
 
-What jobs want comes first (cache/readers.py), and what is behind it; then head, tail and hot
+What jobs want comes first (cache/arrival_map.py), and what is behind it; then head, tail and hot
 chunks, then the rest, straight through. Without a server each thread copies a chunk of its own.
 While one shows the image to jobs, all threads share one chunk, piece by piece: at each piece they
 turn to the chunk that a job waits for, and keep away from the source while a job reads it there.
@@ -25,11 +25,11 @@ import msgspec
 
 from forestage import trace
 from forestage.cache import allocation, digest
+from forestage.cache.arrival_map import NOW, PIECE, ArrivalMap
 from forestage.cache.part import ENTRY_BYTES, Part, chunk_count, list_missing_chunks
-from forestage.cache.readers import NOW, PIECE, ArrivalMap
 from forestage.errors import CopyStopped, Declined, Failed
 from forestage.sources.source import ReadableSource
-from forestage.stage import reading
+from forestage.stage import source_reader
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 SHARED_CHUNK = 64 * 1024 * 1024  # bytes; chunks that threads share are held in memory
@@ -73,7 +73,7 @@ def copy_chunks(
     tuning: CopyTuning,
     stop: threading.Event,
     readers: ArrivalMap | None = None,
-) -> reading.RateMeter:
+) -> source_reader.RateMeter:
     """Brings every chunk in that the part's map does not have yet; returns how fast it was read.
 
     Raises CopyStopped, SourceTruncated, SourceUnreadable, OSError of the part; the map says how far
@@ -105,10 +105,10 @@ def compute_digests(
 
     def take(number: int) -> bytes:
         if not hasattr(own, "buffer"):
-            own.buffer = reading.allocate_piece_buffer(tuning.chunk)
+            own.buffer = source_reader.allocate_piece_buffer(tuning.chunk)
         start = number * tuning.chunk
         running = digest.RunningDigest()
-        for _, piece in reading.read_pieces(
+        for _, piece in source_reader.read_pieces(
             source, start, min(tuning.chunk, size - start), own.buffer
         ):
             running.add(piece)
@@ -149,8 +149,8 @@ class ChunkCopy:
         self.stop = stop
         self.halt = threading.Event()  # a thread failed: the others end as well
         self.errors: list[OSError | Declined] = []
-        self.throttle = reading.RateLimiter(tuning.bandwidth)
-        self.pace = reading.RateMeter()
+        self.throttle = source_reader.RateLimiter(tuning.bandwidth)
+        self.pace = source_reader.RateMeter()
         self.part = part
         self.image = os.open(part.image, os.O_RDWR)
         self.map = os.open(part.map, os.O_RDWR)
@@ -159,7 +159,7 @@ class ChunkCopy:
         if tuning.through and source.read is None:
             # Between the job's reads and those of several threads read-ahead reads things twice.
             os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
-        self.known = reading.map_chunks(source, tuning.chunk)
+        self.known = source_reader.map_chunks(source, tuning.chunk)
         self.readers = readers
         self.lock = threading.Lock()
         self.began = time.monotonic()
@@ -217,7 +217,7 @@ class ChunkCopy:
         return self.stop.is_set() or self.halt.is_set()
 
     def _work(self) -> None:
-        buffer = reading.allocate_piece_buffer(self.tuning.chunk)
+        buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
         try:
             while not self.ends():
                 if self._shares():
@@ -266,7 +266,7 @@ class ChunkCopy:
         while done < len(piece):
             with self._turn(len(piece) - done) as most:
                 want, rest = piece[done : done + most], chunk.memory[at + done :]
-                reading.read_piece(self.source, chunk.start + at + done, want, rest)
+                source_reader.read_piece(self.source, chunk.start + at + done, want, rest)
             done += len(want)
         self._write_right(chunk.start + at, piece)
         with self.lock:
@@ -290,7 +290,9 @@ class ChunkCopy:
         if number is None:
             return left[0] if left else None
         memory = (
-            self.spare.pop() if self.spare else reading.allocate_aligned_memory(self.tuning.chunk)
+            self.spare.pop()
+            if self.spare
+            else source_reader.allocate_aligned_memory(self.tuning.chunk)
         )
         self.shared.append(_SharedChunk(number, *self.span(number), memory))
         return self.shared[-1]
@@ -366,7 +368,7 @@ class ChunkCopy:
         if not self.is_urgent(number):
             self.throttle.take(size, self.stop)
         running = digest.RunningDigest()
-        for at, piece in reading.read_pieces(self.source, start, size, buffer, self._turn):
+        for at, piece in source_reader.read_pieces(self.source, start, size, buffer, self._turn):
             running.add(piece)
             write(at, piece)
         return running.digest()
@@ -404,12 +406,12 @@ class ChunkCopy:
 
     def write(self, start: int, data: memoryview) -> None:
         """Writes a piece; zeros where holes are likely become one."""
-        if start // self.tuning.chunk in self.known.sparse and reading.is_zero(data):
+        if start // self.tuning.chunk in self.known.sparse and source_reader.is_zero(data):
             allocation.punch_hole(self.image, start, len(data))
             return
         whole = 0
         if self.past_cache is not None:
-            whole = len(data) - len(data) % reading.BLOCK
+            whole = len(data) - len(data) % source_reader.BLOCK
             _write_all(self.past_cache, start, data[:whole])
         if whole < len(data):
             _write_all(self.image, start + whole, data[whole:])

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from forestage.cache import allocation
+from forestage.cache.arrival_map import ArrivalMap
 from forestage.cache.part import Part
-from forestage.cache.readers import ArrivalMap
 from forestage.config import Config
 from forestage.errors import CopyStopped, Failed
 from forestage.sources.source import ReadableSource, SourceUnreadable
-from forestage.stage import chunks, reading
+from forestage.stage import chunks, source_reader
 from forestage.stage.chunks import CopyTuning
 from forestage.system import run
 
@@ -48,12 +48,12 @@ class ChunkEngine:
 
     def needs(self, source: ReadableSource) -> int:
         """The bytes of disk that image and map will take in all."""
-        found = reading.map_chunks(source, self.tuning.chunk)
+        found = source_reader.map_chunks(source, self.tuning.chunk)
         return allocation.needed_bytes(source.size, self.tuning.chunk, found.reserved)
 
     def reserve(self, source: ReadableSource, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
-        found = reading.map_chunks(source, self.tuning.chunk)
+        found = source_reader.map_chunks(source, self.tuning.chunk)
         allocation.reserve_part(part, source.size, self.tuning.chunk, found.reserved)
 
     def copy(

@@ -11,7 +11,7 @@ import os
 import resource
 import stat
 
-from forestage.cache.image import SUPERBLOCK, is_squashfs
+from forestage.cache.source_image import SUPERBLOCK, is_squashfs
 from forestage.errors import Declined
 from forestage.slurm import enroot
 from forestage.system import as_user, mounts, run

@@ -14,16 +14,24 @@ from collections.abc import Iterator
 import msgspec
 
 from forestage import events, log, trace
-from forestage.cache import allocation, digest, disk_errors, evict, hot, image, readers
+from forestage.cache import (
+    allocation,
+    arrival_map,
+    digest,
+    disk_errors,
+    evict,
+    hot_pieces,
+    source_image,
+)
+from forestage.cache.arrival_map import ArrivalMap
 from forestage.cache.layout import Entry
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id, chunk_count
-from forestage.cache.readers import ArrivalMap
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.features import Feature, list_switched_on
 from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
-from forestage.stage import chunks, engines, fstab, queue
-from forestage.stage.queue import repeat_in_thread
+from forestage.stage import chunks, copy_queue, engines, fstab
+from forestage.stage.copy_queue import repeat_in_thread
 from forestage.stage.task import CopyTask
 from forestage.system import lock
 from forestage.system.files import open_descriptor
@@ -64,11 +72,11 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     owner = claim_part(task)
     figures.expected = owner.expected
     trace.reach_point("claimed")
-    owner = queue.wait_for_slot(task.node, task.key, owner, stop)
+    owner = copy_queue.wait_for_slot(task.node, task.key, owner, stop)
     content = task.source.open()
     _make_room(task, content, figures)
     with contextlib.suppress(OSError):  # only a matter of speed
-        hot.inherit_hot_map(task.node.cache, task.image)
+        hot_pieces.inherit_hot_map(task.node.cache, task.image)
     owner = _mark_copying(task, owner)
     figures.resumed = owner.resumed
     if before is not None and before.expected and not owner.expected and owner.resumed:
@@ -77,7 +85,7 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
     trace.reach_point("reserved")
     uploaded = _count_uploaded_bytes(task)
     with _arrival_map(task) as shown:
-        with queue.stop_when_displaced(task.node, task.key, stop), _log_progress(task, owner):
+        with copy_queue.stop_when_displaced(task.node, task.key, stop), _log_progress(task, owner):
             given, others, figures.rate = _copy_bytes(task, content, stop, shown)
         figures.from_peers = sum(given.values())
         figures.from_others = sum(given.get(node, 0) for node in others)
@@ -98,7 +106,7 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
         )
     trace.reach_point("published")
     with contextlib.suppress(OSError):  # only a matter of the next version's speed
-        hot.index_entry(task.node.cache, task.image)
+        hot_pieces.index_entry(task.node.cache, task.image)
 
 
 def claim_part(task: CopyTask) -> PartRecord:
@@ -191,7 +199,7 @@ def _make_room(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
         if (
             declined.reason != "no-room"
             or task.job.expected
-            or not queue.wait_for_expected_copies(task.node)
+            or not copy_queue.wait_for_expected_copies(task.node)
         ):
             raise
         _evict_for(task, content, figures)
@@ -236,7 +244,7 @@ def _arrival_map(task: CopyTask) -> Iterator[ArrivalMap | None]:
     directory = task.node.places.through / task.key
     made = None
     if config.engine == "chunks" and task.opened.is_read_through:
-        made = readers.create_map(directory, task.image.size, task.chunk, task.part.image)
+        made = arrival_map.create_map(directory, task.image.size, task.chunk, task.part.image)
     try:
         yield made
     finally:
@@ -343,7 +351,7 @@ def _mirror_access(task: CopyTask) -> None:
         os.fchown(fd, wanted.access.uid, wanted.access.gid)
         if wanted.access.acl:
             try:
-                os.setxattr(fd, image.ACL, wanted.access.acl)
+                os.setxattr(fd, source_image.ACL, wanted.access.acl)
             except OSError as error:
                 # Without its ACL the mode's group bits would mean something else.
                 raise Declined("acl", f"the cache's file system takes no ACL: {error}") from None

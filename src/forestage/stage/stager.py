@@ -1,6 +1,6 @@
 """The detached process that copies one key. It outlives the hook that started it.
 
-It holds the key's lock (system/holder.py): whoever else wants the key waits for the entry, or for
+It holds the key's lock (system/daemon.py): whoever else wants the key waits for the entry, or for
 the lock to be free.
 """
 
@@ -24,8 +24,8 @@ from forestage.cache.part import PROCESS_NAME
 from forestage.errors import CopyStopped, Declined, Failed, classify_disk_error
 from forestage.events import CopyOutcome, losses
 from forestage.stage.task import CopyTask
-from forestage.system import holder, lock
-from forestage.system.holder import DaemonSpec, StartChannel, StartReport
+from forestage.system import daemon, lock
+from forestage.system.daemon import DaemonSpec, StartChannel, StartReport
 from forestage.units import make_printable
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ PROBE_GRACE = 0.5  # seconds for those who only probe whether the key's lock is 
 
 def start_stager(task: CopyTask) -> StartChannel:
     """Starts a stager; its messages arrive in the channel, which the caller closes."""
-    return holder.start_daemon(STAGER, f"stager job={task.job.id}", partial(_run_stager, task))
+    return daemon.start_daemon(STAGER, f"stager job={task.job.id}", partial(_run_stager, task))
 
 
 def _run_stager(task: CopyTask, hook: StartChannel) -> None:
@@ -133,13 +133,13 @@ def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
 
     A disk that takes no more files takes no new lock either, and without one no copy evicts.
     """
-    from forestage.stage import queue
+    from forestage.stage import copy_queue
 
-    file, patience = task.node.cache.key_lock(task.key), _key_lock_timeout(task, queue.LETS_GO)
+    file, patience = task.node.cache.key_lock(task.key), _key_lock_timeout(task, copy_queue.LETS_GO)
     try:
         held.enter_context(lock.held_for_work(file, patience))
     except OSError as error:
-        if error.errno != errno.ENOSPC or not queue.evict_for_files(task.node):
+        if error.errno != errno.ENOSPC or not copy_queue.evict_for_files(task.node):
             raise
         held.enter_context(lock.held_for_work(file, patience))
 
@@ -202,9 +202,9 @@ def _stop_when_requested(task: CopyTask, stop: threading.Event) -> AbstractConte
     """Around a copy; one that no job has asked for ends once one wants it, or the node."""
     if not task.job.expected:
         return contextlib.nullcontext()
-    from forestage.stage import queue
+    from forestage.stage import copy_queue
 
-    return queue.stop_when_requested(task.node, task.key, stop)
+    return copy_queue.stop_when_requested(task.node, task.key, stop)
 
 
 def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, took: float) -> None:

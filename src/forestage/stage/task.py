@@ -2,9 +2,9 @@
 
 import msgspec
 
-from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
 from forestage.cache.part import Part
+from forestage.cache.source_image import SourceImage
 from forestage.slurm.job import Job
 from forestage.sources.file import FileSource
 from forestage.sources.source import OpenImage, Source

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.system import child
+from forestage.system import forked_child
 from forestage.system.files import open_descriptor
 from forestage.units import is_utf8
 
@@ -409,7 +409,7 @@ def _run_child(
 ) -> NoReturn:
     """The child's whole life. It must never return into the hook's code above it."""
     try:
-        child.close_descriptors_except({theirs.fileno(), *keep})
+        forked_child.close_descriptors_except({theirs.fileno(), *keep})
         fds: list[int] = []
         try:
             value, fds = work()

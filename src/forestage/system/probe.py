@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.system import child, folders, processes
+from forestage.system import folders, forked_child, processes
 from forestage.system.files import open_descriptor
 
 GOOD = 1.0  # seconds that an answer counts
@@ -91,7 +91,7 @@ def _probe_or_wait(fd: int, work: Callable[[ReportPhase], None], limit: float) -
     except BlockingIOError:
         return _wait_for_other_probe(fd, start + limit)
     _write_record(fd, FORKED)
-    pid, ours = child.fork_with_socket(partial(_run_probe, fd, work), _log_failure)
+    pid, ours = forked_child.fork_with_socket(partial(_run_probe, fd, work), _log_failure)
     with ours:
         ours.settimeout(max(limit, 0.001))
         try:
@@ -154,10 +154,10 @@ def _write_record(fd: int, phase: str) -> None:
 
 def _run_probe(fd: int, work: Callable[[ReportPhase], None], starter: socket.socket) -> None:
     """The whole life of the process that asks. It holds the lock, in a copy of the descriptor."""
-    child.close_descriptors_except({fd, starter.fileno()})
+    forked_child.close_descriptors_except({fd, starter.fileno()})
     # Neither a hook's group nor a job's cgroup waits for it, or kills who remembers.
-    child.leave_job_cgroups()
-    child.detach_session(PROCESS_NAME)
+    forked_child.leave_job_cgroups()
+    forked_child.detach_session(PROCESS_NAME)
     with contextlib.suppress(OSError):
         work(partial(_write_record, fd))
     _write_record(fd, ANSWERED)

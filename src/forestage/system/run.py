@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from forestage.errors import Declined, Failed
-from forestage.system import apart, as_user, processes
+from forestage.system import as_user, pid_namespace, processes
 from forestage.system.as_user import User
 from forestage.system.tree import PATH as PATH
 
@@ -61,9 +61,9 @@ def start_as_user(
     """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
     All three ids are theirs, it has no privilege and gets none. What is to be the program calls
-    `enter` first, as root. What is returned is the namespace's init (apart.py): all that the
-    program has started ends with it, and it ends with us. Raises Failed where it cannot be started
-    so, OSError.
+    `enter` first, as root. What is returned is the namespace's init (pid_namespace.py): all that
+    the program has started ends with it, and it ends with us. Raises Failed where it cannot be
+    started so, OSError.
     """
     return _popen_in_pid_namespace(
         [*_setpriv_arguments(user), NO_PRIVS, "--", *argv],
@@ -80,7 +80,7 @@ def _popen_in_pid_namespace(
     argv: Sequence[str], enter: Callable[[], None], **how: Any
 ) -> "subprocess.Popen[bytes]":
     try:
-        with apart.unshare_pid_namespace(enter) as be_init:
+        with pid_namespace.unshare_pid_namespace(enter) as be_init:
             return _popen(argv, preexec_fn=be_init, **how)
     except subprocess.SubprocessError:  # raised by who was about to be the program
         raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
@@ -346,8 +346,8 @@ def start_filter(user: User, argv: Sequence[str], source: int) -> FilterProcess:
 
     It has their rights, no privilege, and gets none. But it is in no cgroup of a step's, so it must
     not become what they like: its real id is nobody's, so that they cannot trace it, and all that
-    it starts ends with it, and with this process (apart.py). For a process without threads, as
-    root. Raises Declined where it is missing, Failed where it cannot be started so, OSError.
+    it starts ends with it, and with this process (pid_namespace.py). For a process without threads,
+    as root. Raises Declined where it is missing, Failed where it cannot be started so, OSError.
     """
     if not find_program(argv[0]):
         raise Declined("program", f"{argv[0]} is not installed on this node")

@@ -98,9 +98,9 @@ def show_busy_status() -> Iterator[Callable[[str], None]]:
 
 def _load_renderer() -> ModuleType:
     """What draws on terminals: rich takes some 50 ms, which nobody else needs to pay."""
-    from forestage.system import drawing
+    from forestage.system import render
 
-    return drawing
+    return render
 
 
 def write_plain(pieces: Iterable[OutputBlock], out: IO[str]) -> None:

@@ -13,10 +13,10 @@ import pytest
 from fixtures import calls_of
 from forestage.cache import entry_sum, evict
 from forestage.cache.entry_sum import EntrySum
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
+from forestage.cache.source_image import SourceImage
 from forestage.config import Config
 from forestage.system import lock
 from forestage.units import SizeOrShare

@@ -9,10 +9,10 @@ import pytest
 
 from fixtures import half
 from forestage.cache import evict
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry, tree_bytes
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.part import PartRecord, boot_id
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.config import Config
 from forestage.config.keys import DataSection
 from forestage.errors import Declined

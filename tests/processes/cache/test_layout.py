@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from forestage.cache import layout as module
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
+from forestage.cache.source_image import SourceImage
 from node import until
 from parking import Park
 

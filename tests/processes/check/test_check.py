@@ -23,22 +23,22 @@ from click.testing import CliRunner
 
 from commands import NOW, Frozen
 from forestage import check, events
-from forestage.check import CheckFinding, FindingLevel, plugins
-from forestage.check import site as sites
-from forestage.check.site import COMPANION_CONF
+from forestage.check import CheckFinding, FindingLevel, plugstack_findings
+from forestage.check import slurm_site as sites
+from forestage.check.slurm_site import COMPANION_CONF
+from forestage.commands.command_context import CommandContext
 from forestage.commands.main import main
-from forestage.commands.world import CommandContext
 from forestage.config import load_config
 from forestage.errors import Failed
 from forestage.events import BadEntryOutcome, EventRecord, RequestOutcome
-from forestage.features.peers import auth, node_list, proven, unanswered
+from forestage.features.peers import auth, node_list, proven_node, silent_nodes
 from forestage.features.peers import checks as peers_checks
 from forestage.features.peers.node_list import PeerNodeList
 from forestage.features.prefetch import checks as prefetch_checks
-from forestage.features.prefetch import expected, marks
-from forestage.features.prefetch.expected import ExpectedImageList
-from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
+from forestage.features.prefetch import expected_list, prefetch_record
+from forestage.features.prefetch.expected_list import ExpectedImageList
 from forestage.features.prefetch.prefetch_node import BUSY
+from forestage.features.prefetch.prefetch_record import ImageInspection, PrefetchRecord
 from forestage.features.registry import checks as registry_checks
 from forestage.paths import NodePaths
 from forestage.slurm.slurm_conf import MAX_FILES
@@ -177,7 +177,7 @@ def listening6(address: str) -> Callable[[GoodNode], object]:
 def silent(*names: str) -> Callable[[GoodNode], object]:
     """Nodes whose peer service has just not answered."""
     return lambda node: [
-        unanswered.record_silence(node.places, name, time.monotonic()) for name in names
+        silent_nodes.record_silence(node.places, name, time.monotonic()) for name in names
     ]
 
 
@@ -884,7 +884,7 @@ def prefetch_host(**programs: str) -> Callable[[GoodNode], object]:
         peers("prefetch: {host: n1}\n")(node)
         for name, text in answers.items():
             node.write(f"/usr/bin/{name}", text, 0o755)
-        expected.write_list(node.places, ExpectedImageList(1, NOW - 30, NOW + 900))
+        expected_list.write_list(node.places, ExpectedImageList(1, NOW - 30, NOW + 900))
 
     return plant
 
@@ -909,7 +909,9 @@ PREFETCH = [
         "prefetch-old",
         both(
             prefetch_host(),
-            lambda node: expected.write_list(node.places, ExpectedImageList(1, NOW - 600, NOW)),
+            lambda node: expected_list.write_list(
+                node.places, ExpectedImageList(1, NOW - 600, NOW)
+            ),
         ),
     ),
     warning("prefetch-old", both(prefetch_host(), removed("/run/forestage/expected.json"))),
@@ -1157,10 +1159,10 @@ def hung(node: GoodNode, path: str, ago: float = 60.0, result: str = "declined")
 def test_check_probes_a_path_that_recently_hung_for_a_job(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(check.source_findings, "SOURCE_TIMEOUT", 0.2)
     hung(node, "/lustre/link/a.sqsh")
     assert node.ids() == [], "it answers now"
-    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
+    monkeypatch.setattr(check.source_findings, "_read_from_path", hangs)
     (found,) = node.check().findings
     assert (found.id, found.level) == ("source-hangs", "critical")
     assert "/lustre/link/a.sqsh did not answer a job at " in found.what
@@ -1173,12 +1175,12 @@ def test_check_probes_a_path_that_recently_hung_for_a_job(
 def test_check_finds_a_hanging_file_system_that_is_mounted_below_a_source(
     node: GoodNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.sources, "SOURCE_TIMEOUT", 0.2)
+    monkeypatch.setattr(check.source_findings, "SOURCE_TIMEOUT", 0.2)
     mounted = "/proc/self/mountinfo"
     nfs = "30 26 0:61 / /lustre/project rw - nfs4 server:/p rw\n"
     node.write(mounted, node.at(mounted).read_text() + nfs)
     assert node.ids() == []
-    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
+    monkeypatch.setattr(check.source_findings, "_read_from_path", hangs)
     (found,) = node.check().findings
     assert found.what == "/lustre/project, which is mounted below a source, does not answer"
 
@@ -1191,7 +1193,7 @@ def test_hanging_fuse_mount_of_a_user_is_no_finding(
     theirs = "30 26 0:61 / /lustre/alice rw - fuse.sshfs x rw,user_id=1000,group_id=1000\n"
     node.write(mounted, node.at(mounted).read_text() + theirs)
     hung(node, "/lustre/alice/a.sqsh")
-    monkeypatch.setattr(check.sources, "_read_from_path", hangs)
+    monkeypatch.setattr(check.source_findings, "_read_from_path", hangs)
     assert node.ids() == []
 
 
@@ -1201,7 +1203,7 @@ def test_hanging_part_of_check_is_reported_after_the_other_findings(
     """Any file that is read may lie on a file system that hangs, slurm.conf as well."""
     node.config("enabled: true\nmax_size: 60\n")
     monkeypatch.setattr(check, "MESSAGE_TIMEOUT", 5.0)
-    monkeypatch.setattr(check.node, "list_findings", hangs)
+    monkeypatch.setattr(check.node_findings, "list_findings", hangs)
     done = node.check()
     assert [one.id for one in done.findings] == ["max-size-small", "check-hangs"]
     assert "the node could not be looked at: no answer after 5 s" in done.findings[-1].what
@@ -1216,10 +1218,10 @@ def test_failing_part_of_check_raises_an_error_that_names_the_part(
     def fails(*_: object) -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(check.node, "list_findings", fails)
+    monkeypatch.setattr(check.node_findings, "list_findings", fails)
     with pytest.raises(Failed, match=r"the node could not be looked at: RuntimeError\('odd'\)"):
         node.check()
-    monkeypatch.setattr(check.node, "list_findings", lambda *_: os._exit(1))
+    monkeypatch.setattr(check.node_findings, "list_findings", lambda *_: os._exit(1))
     with pytest.raises(Failed, match="its process died"):
         node.check()
 
@@ -1409,15 +1411,21 @@ def test_auto_redirect_is_none_while_a_plugstack_conf_that_was_loaded_cannot_be_
     loop(OURS)(node)
     found = sites.read_named_site(files, "")
     assert (
-        plugins.resolve_auto_redirects(files, found, settings, is_marked=True).config.redirect
+        plugstack_findings.resolve_auto_redirects(
+            files, found, settings, is_marked=True
+        ).config.redirect
         == "none"
     )
     assert (
-        plugins.resolve_auto_redirects(files, found, settings, is_marked=False).config.redirect
+        plugstack_findings.resolve_auto_redirects(
+            files, found, settings, is_marked=False
+        ).config.redirect
         == "bind"
     )
     assert (
-        plugins.resolve_auto_redirects(files, None, settings, is_marked=True).config.redirect
+        plugstack_findings.resolve_auto_redirects(
+            files, None, settings, is_marked=True
+        ).config.redirect
         == "none"
     )
 
@@ -1429,7 +1437,9 @@ def test_companion_named_before_an_unreadable_plugstack_file_makes_the_redirect_
     assert node.ids() == ["plugstack-conf"]
     found = sites.read_named_site(RootedTree(node.root), "")
     settings = load_config(node.places.etc)
-    decided = plugins.resolve_auto_redirects(RootedTree(node.root), found, settings, is_marked=True)
+    decided = plugstack_findings.resolve_auto_redirects(
+        RootedTree(node.root), found, settings, is_marked=True
+    )
     assert decided.config.redirect == "spank"
 
 
@@ -1524,7 +1534,7 @@ def test_munge_key_not_yet_proven_by_another_node_is_a_note(
         node.config(text)
         done = node.check()
         assert ([one.id for one in done.findings], done.code) == (["peer-unproven"], 0)
-    proven.record_proven_node(node.places, "n2", NOW)
+    proven_node.record_proven_node(node.places, "n2", NOW)
     assert node.ids() == []
 
 
@@ -1592,7 +1602,7 @@ def test_step_manager_that_is_just_being_started_is_no_second_slurmd(
     slurmd_runs(node, 77, 1, "/")
     slurmd_runs(node, 93, 1, "/")
     become = functools.partial(node.write, "/proc/93/comm", "slurmstepd\n")
-    monkeypatch.setattr(check.node, "sleep", lambda _: become())
+    monkeypatch.setattr(check.node_findings, "sleep", lambda _: become())
     assert node.ids() == []
 
 
@@ -1766,7 +1776,7 @@ def test_check_finds_a_skewed_or_old_prefetch_list_and_unmeasured_bandwidth(
     ids: list[str],
 ) -> None:
     prefetch_node(node)
-    marks.write_record(node.places, known)
+    prefetch_record.write_record(node.places, known)
     told = ExpectedImageList(1, NOW + ahead, NOW + 900)
-    monkeypatch.setattr(expected, "fetch_list", lambda *_: told)
+    monkeypatch.setattr(expected_list, "fetch_list", lambda *_: told)
     assert node.ids() == ids

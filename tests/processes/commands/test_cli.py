@@ -16,9 +16,9 @@ from commands import NOW, Site
 from forestage.bind import redirect
 from forestage.cache.layout import Cache, StoredEntry
 from forestage.cache.lease import EntryUse
-from forestage.commands import evict, inventory, world
+from forestage.commands import command_context, evict, inventory
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import main
-from forestage.commands.world import ExitStatus
 from forestage.errors import (
     ConfigError,
     ConfigProblem,
@@ -145,7 +145,7 @@ def test_manual_page_names_every_command_and_option() -> None:
 )
 def test_each_error_has_its_exit_status(error: Exception, expected: ExitStatus) -> None:
     assert isinstance(error, ForestageError | OSError)
-    assert world.choose_exit_status(error) is expected
+    assert command_context.choose_exit_status(error) is expected
 
 
 def test_ls_into_a_closed_pipe_exits_with_pipe_status_and_no_traceback(

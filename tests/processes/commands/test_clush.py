@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 
 REPO = Path(__file__).resolve().parents[3]
 HERE = """

@@ -21,12 +21,13 @@ from click.testing import CliRunner
 
 from commands import CHUNK, NOW, Site
 from forestage import trace
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Entry
 from forestage.cache.lease import EntryUse
 from forestage.cache.part import ENTRY_BYTES, PartRecord
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.clock import Clock
 from forestage.commands import copies
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.copies import (
     CopySnapshot,
     CopyUnderWay,
@@ -35,7 +36,6 @@ from forestage.commands.copies import (
     make_copy,
 )
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.system import lock
 from forestage.system.terminal import OutputBlock, write_plain
 from node import Node, content, until

@@ -20,7 +20,7 @@ from forestage.commands.inventory import LeasedImage, LeaseHolder
 from forestage.commands.status import DiskSpace, EntryCounts, NodeStatus, format_output
 from forestage.features.contexts import StatusFacts, StatusPart
 from forestage.system import lock
-from forestage.system.drawing import draw_blocks
+from forestage.system.render import draw_blocks
 from forestage.system.terminal import TextLine, format_local_time
 from made_up import around_all
 

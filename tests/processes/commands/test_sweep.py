@@ -18,20 +18,20 @@ from forestage import events
 from forestage.bind import redirect as redirects
 from forestage.bind import unmount
 from forestage.bind.unmount import ClaimedBind, RedirectBind, UnmountError
-from forestage.cache import disk, disk_errors, entry_sum
+from forestage.cache import disk_errors, disk_probe, entry_sum
 from forestage.cache.layout import PROVEN, Cache
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.cache.part import ABANDONED_AFTER, boot_id
-from forestage.commands import compare, sources, sweep, verify
+from forestage.commands import copy_comparison, entry_sources, sweep, verify
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.inventory import InventoryItem
 from forestage.commands.main import CommandContext
 from forestage.commands.sweep import SweepReport
-from forestage.commands.world import ExitStatus
 from forestage.errors import Failed, SlurmError
-from forestage.features.registry import store_by_hand as registry
-from forestage.features.registry.collect import CollectionResult
-from forestage.slurm.queue import JobState, SlurmClient
+from forestage.features.registry import store_commands as registry
+from forestage.features.registry.store_collection import CollectionResult
+from forestage.slurm.slurm_client import JobState, SlurmClient
 from forestage.system import lock, mounts, probe
 from forestage.system.as_user import ChildTimeout, User
 from forestage.system.terminal import TextLine
@@ -407,8 +407,8 @@ def test_entry_of_earlier_boot_is_verified_without_its_source(
 ) -> None:
     """A thousand nodes may have restarted at once."""
     key = from_earlier_boot(site)
-    monkeypatch.setattr(sources, "open_if_unchanged", pytest.fail)
-    monkeypatch.setattr(sources, "read_source_state", pytest.fail)
+    monkeypatch.setattr(entry_sources, "open_if_unchanged", pytest.fail)
+    monkeypatch.setattr(entry_sources, "read_source_state", pytest.fail)
     spoil(site, key)
     (verdict,) = swept(site).verified
     assert (verdict.result, verdict.against) == ("bad", "digests")
@@ -514,13 +514,13 @@ def test_sweep_verifies_entries_again_each_week_at_a_bounded_rate_oldest_first(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = []
-    real = compare.compare_copy
+    real = copy_comparison.compare_copy
 
-    def noted(*given: Any) -> compare.ComparisonResult:
+    def noted(*given: Any) -> copy_comparison.ComparisonResult:
         rates.append(given[-1])
         return real(*given)
 
-    monkeypatch.setattr(compare, "compare_copy", noted)
+    monkeypatch.setattr(copy_comparison, "compare_copy", noted)
     keys = [site.publish(site.image(f"{name}.sqsh", b"squashfs" * CHUNK)) for name in "abc"]
     for key, days in zip(keys, (8, 9, 6), strict=True):
         read_before(site, key, days * 86400)
@@ -736,7 +736,7 @@ def test_sweep_dry_run_reports_everything_and_changes_nothing(
     bound += [bind("/lustre/a"), bind("/lustre/b", number=2)]
     monkeypatch.setattr(probe, "GOOD", 600.0)
     assert (
-        disk.probe_disk(site.places, site.node.cache) is None
+        disk_probe.probe_disk(site.places, site.node.cache) is None
     )  # its answer is the one thing noted
     before = everything(site)
     done = swept(site, slurm({7: None, 8: JobState("PENDING", "")}), dry_run=True)

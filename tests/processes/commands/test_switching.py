@@ -7,7 +7,7 @@ import os
 import pytest
 
 from commands import NOW, Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 
 
 def test_off_prints_the_file_it_wrote_and_status_prints_the_reason(site: Site) -> None:

@@ -13,12 +13,12 @@ import pytest
 from commands import Site
 from forestage.clock import Clock
 from forestage.commands import tend
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext
-from forestage.commands.world import ExitStatus
 from forestage.config import Config
 from forestage.config.keys import PrefetchSection
 from forestage.features.contexts import TendFacts
-from forestage.slurm.queue import read_own_node_name
+from forestage.slurm.slurm_client import read_own_node_name
 from forestage.system import lock
 from node import HANGS, until
 from tending import COMMAND

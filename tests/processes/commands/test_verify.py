@@ -22,13 +22,13 @@ from forestage.cache.layout import Entry
 from forestage.cache.lease import EntryUse
 from forestage.cache.part import ENTRY_BYTES
 from forestage.clock import Clock
-from forestage.commands import compare, verify
+from forestage.commands import copy_comparison, verify
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.errors import Failed
 from forestage.events import BadEntryOutcome
 from forestage.sources.source import SourceUnreadable
-from forestage.stage import reading
+from forestage.stage import source_reader
 from forestage.system import lock
 from node import ALICE, BOB, Node, content, leased
 
@@ -224,7 +224,7 @@ def test_source_changed_during_verify_does_not_make_an_entry_bad(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     key = site.publish(source)
-    right = reading.read_pieces
+    right = source_reader.read_pieces
 
     def changing(*args: Any) -> Iterator[tuple[int, memoryview]]:
         if how == "written":
@@ -233,7 +233,7 @@ def test_source_changed_during_verify_does_not_make_an_entry_bad(
             os.truncate(source, 5)
         return right(*args)
 
-    monkeypatch.setattr(reading, "read_pieces", changing)
+    monkeypatch.setattr(source_reader, "read_pieces", changing)
     found = one(site)
     assert (found["result"], found["against"]) == ("ok", "digests")
     assert kept(site, key)
@@ -303,14 +303,14 @@ def test_entry_with_an_unreadable_chunk_is_bad(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(source)
-    read = compare._DirectCopyReader.read
+    read = copy_comparison._DirectCopyReader.read
 
     def failing(self: Any, start: int, buffer: memoryview, want: int) -> None:
         if start == CHUNK:
             raise OSError(errno.EIO, "Input/output error")
         read(self, start, buffer, want)
 
-    monkeypatch.setattr(compare._DirectCopyReader, "read", failing)
+    monkeypatch.setattr(copy_comparison._DirectCopyReader, "read", failing)
     found = one(site, code=ExitStatus.BAD)
     assert found["chunks"] == [1]
     assert "the copy cannot be read: Input/output error" in found["detail"]
@@ -330,13 +330,13 @@ def test_verify_allocates_one_piece_buffer_per_thread(
 ) -> None:
     site.publish(site.image("a.sqsh", os.urandom(20 * CHUNK)))
     made = []
-    real = reading.allocate_piece_buffer
+    real = source_reader.allocate_piece_buffer
 
     def counted(chunk: int) -> memoryview:
         made.append(chunk)
         return real(chunk)
 
-    monkeypatch.setattr(reading, "allocate_piece_buffer", counted)
+    monkeypatch.setattr(source_reader, "allocate_piece_buffer", counted)
     assert one(site)["result"] == "ok"
     assert made == [CHUNK] * 3
 
@@ -349,7 +349,7 @@ def test_verify_uses_checksums_if_the_source_cannot_be_read(
     def failing(*_: Any) -> None:
         raise SourceUnreadable("/lustre/a", OSError(errno.ESTALE, "Stale file handle"))
 
-    monkeypatch.setattr(reading, "read_piece", failing)
+    monkeypatch.setattr(source_reader, "read_piece", failing)
     found = one(site)
     assert (found["result"], found["against"], kept(site, key)) == ("ok", "digests", True)
     assert "cannot be read (Stale file handle)" in found["detail"]
@@ -383,7 +383,7 @@ def test_entry_evicted_while_it_is_verified_is_not_bad(
     key = site.publish(source)
     gather = verify._make_progress
 
-    def meanwhile(*args: Any) -> compare.CompareProgress:
+    def meanwhile(*args: Any) -> copy_comparison.CompareProgress:
         site.node.cache.evict(key)
         return gather(*args)
 

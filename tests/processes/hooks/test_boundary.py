@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from forestage import events
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Entry
+from forestage.cache.source_image import SourceImage
 from forestage.clock import Clock
 from forestage.hooks.boundary import (
     IMAGE_OPTION,

@@ -10,11 +10,11 @@ import pytest
 
 from forestage.bind import redirect, unmount
 from forestage.bind.unmount import ClaimedBind, RedirectBind
-from forestage.cache import disk
-from forestage.cache.image import SourceImage
+from forestage.cache import disk_probe
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.config import Config
 from forestage.events import ReleaseOutcome
 from forestage.hooks import epilog
@@ -149,7 +149,7 @@ def test_epilog_waits_for_its_locks_no_longer_than_its_slurm_timeout(
 
     monkeypatch.setattr(lock, "held", noting)
     # One that has no time to answer may count as hanging, and then one lock is not taken.
-    monkeypatch.setattr(disk, "probe_disk", lambda *_: None)
+    monkeypatch.setattr(disk_probe, "probe_disk", lambda *_: None)
     holding(staging_node, asking, "0a")
     outcome_of(staging_node, asking, config, HookTimeLimits(None, 15.0, limit))
     assert len(waits) == 2

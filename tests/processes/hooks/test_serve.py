@@ -13,20 +13,20 @@ import squashfs
 from forestage.bind import redirect, unmount
 from forestage.bind.redirect import RedirectBind
 from forestage.cache import lease as leases
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.hooks import serve
-from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORT_WAIT, SMALL_IMAGE_BYTES, HookDeadlines
+from forestage.hooks.hook_deadlines import SHORT_WAIT, SMALL_IMAGE_BYTES, HookDeadlines
+from forestage.hooks.request_results import RequestResult
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources import opening
 from forestage.sources.source import OpenImage
-from forestage.stage import wait
+from forestage.stage import copy_wait
 from forestage.system import as_user, lock
 from forestage.system.mounts import MountInfo
 from forestage.views.through import keeper
@@ -119,7 +119,7 @@ def test_error_becomes_an_outcome_and_drops_the_lease_in_a_prolog_but_not_in_a_s
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(wait, "wait_for_copy", fail)
+    monkeypatch.setattr(copy_wait, "wait_for_copy", fail)
     answer = handle(job=msgspec.structs.replace(asking, step=step))
     assert said(answer) == expected
     assert answer.outcome.detail
@@ -134,7 +134,7 @@ def test_error_keeps_the_lease_of_an_earlier_request_for_the_same_image(
     def fail(*_: object) -> None:
         raise Declined("no-room", "full")
 
-    monkeypatch.setattr(wait, "wait_for_copy", fail)
+    monkeypatch.setattr(copy_wait, "wait_for_copy", fail)
     handle()
     assert held(node) == (EntryUse(key),)
 
@@ -159,8 +159,8 @@ def slow(file: Path, monkeypatch: Patch) -> list[str]:
         begun.append("waited" if deadline.left() > 1 else "did not wait")
         raise Declined("deadline", "half of it is here")
 
-    monkeypatch.setattr(wait, "ensure_copy_started", begin)
-    monkeypatch.setattr(wait, "wait_for_copy", obtain)
+    monkeypatch.setattr(copy_wait, "ensure_copy_started", begin)
+    monkeypatch.setattr(copy_wait, "wait_for_copy", obtain)
     return begun
 
 

@@ -19,8 +19,8 @@ import pytest
 from pytest_mock import MockerFixture
 
 from forestage.errors import SlurmError
-from forestage.slurm import pyslurm, queue
-from forestage.slurm.queue import JobState, SlurmClient
+from forestage.slurm import pyslurm, slurm_client
+from forestage.slurm.slurm_client import JobState, SlurmClient
 from forestage.system import run
 
 Asked = Callable[[str], SlurmClient]
@@ -121,7 +121,7 @@ def test_job_query_falls_back_to_squeue_if_pyslurm_fails_hangs_or_names_another_
 ) -> None:
     bound(mocker, load)
     if load is hangs:
-        monkeypatch.setattr(queue, "TIMEOUT", 0.5)
+        monkeypatch.setattr(slurm_client, "TIMEOUT", 0.5)
     slurm = commands(tmp_path, SQUEUE["running"])._replace(bound=True)
     assert slurm.job(7) == JobState("RUNNING", "n[1-2]")
     assert (tmp_path / "asked").read_text() == "squeue\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import squashfs
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage, check_image
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage, check_image
 from forestage.sources import opening
 from forestage.system.as_user import User
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import FileIdentity, SourceImage
 from forestage.cache.node import Node
+from forestage.cache.source_image import FileIdentity, SourceImage
 from forestage.errors import Declined, Failed
 from forestage.sources import opening, source
 from forestage.sources.source import (

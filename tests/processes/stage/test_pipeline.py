@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from forestage import log, trace
-from forestage.cache import allocation, digest, evict, image
+from forestage.cache import allocation, digest, evict, source_image
+from forestage.cache.arrival_map import ArrivalMap
 from forestage.cache.layout import Entry
 from forestage.cache.node import Node
 from forestage.cache.part import ENTRY_BYTES, Part, PartRecord, boot_id
-from forestage.cache.readers import ArrivalMap
 from forestage.clock import Clock
 from forestage.errors import CopyStopped, Declined, Failed
 from forestage.features.peers.engine import PeerHelpers
@@ -297,7 +297,7 @@ def test_change_of_the_open_source_is_detected_though_its_path_leads_to_an_uncha
     task: CopyTask, source: Path, monkeypatch: Patch, change: Callable[[Path], None]
 ) -> None:
     """The path may lead to the staged file's twin on another file system; our bytes are these."""
-    seen = image.PathFacts(task.image.path, task.node.config.sources, 0, task.image)
+    seen = source_image.PathFacts(task.image.path, task.node.config.sources, 0, task.image)
     monkeypatch.setattr(
         "forestage.sources.opening.open_as_user", lambda *_, **__: (seen, socket.socket())
     )
@@ -415,7 +415,9 @@ def test_copy_for_pending_jobs_reports_since_when_the_jobs_wait(task: CopyTask) 
     [{"boot": "another"}, {"chunk": 2 * CHUNK}, {"engine": "rsync"}, {"image": None}, None],
 )
 def test_part_of_another_boot_chunk_size_engine_or_image_is_not_resumed(
-    task: CopyTask, make_image: Callable[..., image.SourceImage], changes: dict[str, object] | None
+    task: CopyTask,
+    make_image: Callable[..., source_image.SourceImage],
+    changes: dict[str, object] | None,
 ) -> None:
     """Its bytes have the digests of its map, so that only its owner tells."""
     if changes is None:  # nobody's
@@ -523,7 +525,7 @@ def test_copy_makes_room_before_any_work_that_grows_with_the_image_size(
 
 
 def test_damaged_entry_is_replaced_by_a_new_copy_of_its_key(
-    task: CopyTask, publish: Callable[[image.SourceImage], Entry]
+    task: CopyTask, publish: Callable[[source_image.SourceImage], Entry]
 ) -> None:
     publish(task.image)
     (task.node.cache.entry_dir(task.key) / "entry.json").unlink()

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.node import Node
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.commands import inventory, verify
 from forestage.commands.verify import VerifyOptions
 from forestage.slurm.job import Job

@@ -16,18 +16,18 @@ import pytest
 
 from forestage import events, log
 from forestage.cache import evict
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
 from forestage.cache.node import Node
 from forestage.cache.part import PROCESS_NAME, PartRecord
+from forestage.cache.source_image import SourceImage
 from forestage.errors import CopyStopped, Declined, Failed
 from forestage.slurm.job import Job
 from forestage.sources.file import FileSource
 from forestage.sources.source import OpenImage, SourceTruncated, SourceUnreadable
-from forestage.stage import chunks, engines, pipeline, queue, reading, stager
+from forestage.stage import chunks, copy_queue, engines, pipeline, source_reader, stager
 from forestage.stage.task import CopyTask
-from forestage.system import as_user, child, lock
-from forestage.system.holder import StartChannel, StartReport
+from forestage.system import as_user, forked_child, lock
+from forestage.system.daemon import StartChannel, StartReport
 from node import until
 
 Said = Callable[[], list[str]]
@@ -202,7 +202,7 @@ def test_stager_leaves_the_hooks_session_output_and_locks_before_its_first_messa
         send(channel, message)
 
     monkeypatch.setattr(StartChannel, "send", look_around_and_send)
-    monkeypatch.setattr(child, "leave_job_cgroups", lambda _, leaf: left.append(leaf))
+    monkeypatch.setattr(forked_child, "leave_job_cgroups", lambda _, leaf: left.append(leaf))
     monkeypatch.setattr(pipeline, "run_copy", lambda *_: None)
     with lock.held(task.node.cache.space_lock, 0):
         assert messages(task) == [StartReport("published")]
@@ -290,7 +290,7 @@ def test_stager_ends_on_sigterm_in_every_phase_of_a_copy(
 
 
 def test_queued_stager_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(queue, "_choose_turn_now", lambda *_: "wait")
+    monkeypatch.setattr(copy_queue, "_choose_turn_now", lambda *_: "wait")
     with stager.start_stager(task) as channel:
         until(lambda: task.part.owner() is not None, "the stager to be in the queue")
         os.kill(channel.pid, signal.SIGTERM)
@@ -317,7 +317,7 @@ def test_stager_ends_on_a_second_sigterm_while_the_first_is_handled(
             time.sleep(0.01)
         raise CopyStopped
 
-    monkeypatch.setattr(queue, "wait_for_slot", wait)
+    monkeypatch.setattr(copy_queue, "wait_for_slot", wait)
     with stager.start_stager(task) as channel:
         try:
             assert channel.recv(60) == StartReport("failed", "stopped", str(CopyStopped()))
@@ -345,7 +345,7 @@ def test_exception_in_a_copy_thread_is_logged(
     def die(*_: object) -> None:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(reading, "read_piece", die)
+    monkeypatch.setattr(source_reader, "read_piece", die)
     with stager.start_stager(task) as channel:
         assert channel.recv(60) is not None
         until(lambda: "died: RuntimeError('unforeseen') at " in str(said()), "the line in the log")

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from commands import Site
-from forestage.cache import baseline, hot
+from forestage.cache import baseline, hot_pieces
 from forestage.cache.layout import Entry
 from forestage.cache.part import HOT_PIECE
 from forestage.system import records
@@ -33,7 +33,7 @@ def test_baseline_of_an_unpacking_start_is_reading_the_whole_image(site: Site, k
 
 def test_baseline_of_a_mounting_start_is_reading_the_hot_pieces(site: Site, key: str) -> None:
     wanted = site.look(site.lustre / "a.sqsh")
-    hot.save_hot_map(site.node.cache, wanted, {0, 7})
+    hot_pieces.save_hot_map(site.node.cache, wanted, {0, 7})
     assert seconds(site, key) == 2 * HOT_PIECE / 1048576
     assert seconds(site, key, unpack_ratio=0) == 2.0
 

@@ -19,10 +19,10 @@ from forestage.cache.evict import (
     goal_for_copy,
     plan,
 )
-from forestage.cache.image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
+from forestage.cache.source_image import AccessRights, FileIdentity, ImageKind, SourceImage
 from forestage.config import Config
 from forestage.errors import Declined
 from forestage.system import lock

@@ -12,9 +12,9 @@ import pytest
 
 from forestage.cache import known_disks
 from forestage.cache import layout as module
-from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.layout import Cache, Entry, StoredEntry, tree_bytes
 from forestage.cache.part import PartRecord, boot_id
+from forestage.cache.source_image import AccessRights, SourceImage
 from forestage.errors import Failed
 from forestage.system import file_systems, lock, mounts
 from forestage.system.mounts import MountInfo

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forestage.cache.job_notes import DirectoryCopyState, JobData, JobNotes
 from forestage.cache.lease import MAX_BYTES, EntryUse, Lease, LeaseDirectory
-from forestage.cache.said import DirectoryCopyState, JobData, JobNotes
 from forestage.errors import Declined, Failed
 from forestage.slurm.hints import Request
 from forestage.system.as_user import User

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forestage.cache.image import AccessRights, SourceImage
 from forestage.cache.part import (
     ENTRY_BYTES,
     Part,
@@ -21,6 +20,7 @@ from forestage.cache.part import (
     count_done_bytes,
     list_missing_chunks,
 )
+from forestage.cache.source_image import AccessRights, SourceImage
 
 Make = Callable[..., SourceImage]
 IN, OUT = b"\1" + bytes(15), bytes(16)

@@ -11,7 +11,7 @@ from forestage.cache import step_record
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.step_record import RECORD_BYTES, RecordedImage
 from forestage.paths import NodePaths
-from forestage.slurm.lines import LANGUAGE
+from forestage.slurm.step_protocol import LANGUAGE
 from forestage.system.as_user import User
 
 JOB = 7

@@ -9,7 +9,7 @@ import pytest
 
 import forestage
 from forestage import features
-from forestage.cache import image
+from forestage.cache import source_image
 from forestage.cache.lease import EntryUse, Lease
 from forestage.commands.explain import format_sentences, make_job_history
 from forestage.commands.inventory import LeasedImage, LeaseHolder
@@ -37,7 +37,8 @@ SOURCE = Path(forestage.__file__).parent
 def test_every_reason_in_the_code_has_an_explanation_and_none_is_unused() -> None:
     alice = User("alice", 7, 7)
     of_core = {
-        image.declined_by_open_error(OSError(n, ""), "/x", alice).reason for n in errno.errorcode
+        source_image.declined_by_open_error(OSError(n, ""), "/x", alice).reason
+        for n in errno.errorcode
     }
     companion = (SOURCE.parent / "spank/constants.h").read_text()
     of_core |= set(re.findall(r'#define (?:NO_)?MOUNT\w* "([a-z-]+)"', companion))

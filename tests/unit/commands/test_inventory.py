@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Entry, StoredEntry
 from forestage.cache.lease import EntryUse, Lease
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
+from forestage.commands.entry_sources import compare_with_source
 from forestage.commands.inventory import InventoryItem, make_items, pick_items
-from forestage.commands.sources import compare_with_source
 from forestage.errors import NotFoundError
 from forestage.system.as_user import User
 

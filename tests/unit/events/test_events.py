@@ -19,15 +19,15 @@ from forestage.events import (
     ReleaseOutcome,
     RequestOutcome,
     append_events,
+    event_log,
     format_summary,
-    log,
-    read,
+    read_events,
 )
 from forestage.paths import NodePaths
 from forestage.slurm.hints import JobHints
 from forestage.slurm.job import Job
 from forestage.system.as_user import User
-from forestage.units import MAX_TEXT, printable
+from forestage.units import MAX_TEXT, make_printable
 
 JOB = Job(
     id=7,
@@ -47,7 +47,7 @@ def event(job: int = 7, outcome: Outcome | None = None) -> EventRecord:
 
 @given(st.text())
 def test_any_text_in_an_event_is_made_printable_short_and_encodable(text: str) -> None:
-    shown = printable(text)
+    shown = make_printable(text)
     assert shown.isprintable()
     assert len(shown) <= 10 * MAX_TEXT
     shown.encode()
@@ -66,7 +66,7 @@ def test_any_text_in_an_event_is_made_printable_short_and_encodable(text: str) -
     ],
 )
 def test_users_text_is_escaped_in_messages(text: str, shown: str) -> None:
-    assert printable(text) == shown
+    assert make_printable(text) == shown
 
 
 def test_log_line_of_a_copy_is_logfmt() -> None:
@@ -92,7 +92,10 @@ def test_step_number_is_recorded_only_in_events_of_a_step(tmp_path: Path) -> Non
     step = msgspec.structs.replace(JOB, step=3)
     events.record_outcomes(places, 1.0, "step", step, [RequestOutcome("hit")], 0.1)
     events.record_outcomes(places, 1.0, "prolog", JOB, [RequestOutcome("started")], 0.1)
-    assert [(one.hook, one.step) for one in read(places.events)] == [("step", 3), ("prolog", None)]
+    assert [(one.hook, one.step) for one in read_events(places.events)] == [
+        ("step", 3),
+        ("prolog", None),
+    ]
     assert b"step" not in places.events.read_bytes().splitlines()[1]
 
 
@@ -114,7 +117,7 @@ def test_appended_events_are_read_in_order_of_writing(tmp_path: Path) -> None:
     file = tmp_path / "log/events.jsonl"
     append_events(file, [event(1), event(2)])
     append_events(file, [event(3)])
-    assert [one.job for one in read(file)] == [1, 2, 3]
+    assert [one.job for one in read_events(file)] == [1, 2, 3]
     assert file.stat().st_mode & 0o777 == 0o640
     assert file.parent.stat().st_mode & 0o777 == 0o750
 
@@ -122,7 +125,7 @@ def test_appended_events_are_read_in_order_of_writing(tmp_path: Path) -> None:
 def test_appending_no_events_creates_no_log_file(tmp_path: Path) -> None:
     append_events(tmp_path / "log/events.jsonl", [])
     assert list(tmp_path.iterdir()) == []
-    assert list(read(tmp_path / "log/events.jsonl")) == []
+    assert list(read_events(tmp_path / "log/events.jsonl")) == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_damaged_line_of_the_event_log_is_skipped(tmp_path: Path, garbage: bytes
     with file.open("ab") as handle:
         handle.write(garbage)
     append_events(file, [event(2)])
-    assert [one.job for one in read(file)] == [1, 2]
+    assert [one.job for one in read_events(file)] == [1, 2]
 
 
 def test_event_after_a_line_cut_short_by_a_crash_is_read(tmp_path: Path) -> None:
@@ -142,19 +145,19 @@ def test_event_after_a_line_cut_short_by_a_crash_is_read(tmp_path: Path) -> None
     append_events(file, [event(1)])
     os.truncate(file, file.stat().st_size - 3)
     append_events(file, [event(2)])
-    assert [one.job for one in read(file)] == [2]
+    assert [one.job for one in read_events(file)] == [2]
 
 
 def test_full_event_log_is_rotated_and_the_older_file_is_read_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "ROTATE_BYTES", 200)
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 200)
     file = tmp_path / "events.jsonl"
     for job in range(20):
         append_events(file, [event(job)])
     assert sorted(os.listdir(tmp_path)) == ["events.jsonl", "events.jsonl.1"]
     assert file.stat().st_size < 400
-    jobs = [one.job for one in read(file)]
+    jobs = [one.job for one in read_events(file)]
     assert jobs == list(range(jobs[0], 20))
 
 
@@ -171,10 +174,10 @@ def test_no_event_is_lost_when_two_hooks_rotate_the_log_at_once(
         append_events(file, [event(20)])
         flock(fd, operation)
 
-    monkeypatch.setattr(log, "ROTATE_BYTES", 200)
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 200)
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     append_events(file, [event(21)])
-    assert [one.job for one in read(file)] == list(range(22))
+    assert [one.job for one in read_events(file)] == list(range(22))
 
 
 def test_each_event_is_appended_by_one_write(
@@ -197,7 +200,9 @@ def test_each_event_is_appended_by_one_write(
 RESULTS = st.sampled_from(["hit", "copied", "declined"])
 EVICTED = st.lists(st.text("0a"), max_size=2).map(tuple)
 OUTCOMES = (
-    st.builds(RequestOutcome, RESULTS, request=st.text().map(printable), size=st.integers(0, 2**60))
+    st.builds(
+        RequestOutcome, RESULTS, request=st.text().map(make_printable), size=st.integers(0, 2**60)
+    )
     | st.builds(CopyOutcome, RESULTS, size=st.integers(0, 2**60), evicted=EVICTED)
     | st.builds(ReleaseOutcome, st.just("released"), evicted=EVICTED)
 )

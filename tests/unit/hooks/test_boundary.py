@@ -22,7 +22,7 @@ from forestage.hooks.boundary import (
     record_call,
     update_nodelist,
 )
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.paths import NodePaths
 from forestage.slurm.job import Job
 from forestage.system.as_user import User

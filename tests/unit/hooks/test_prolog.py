@@ -13,8 +13,8 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.events import RequestOutcome
 from forestage.hooks import prolog, serve
-from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORT_WAIT, HookDeadlines
+from forestage.hooks.hook_deadlines import SHORT_WAIT, HookDeadlines
+from forestage.hooks.request_results import RequestResult
 from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import HookTimeLimits

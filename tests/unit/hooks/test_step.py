@@ -11,17 +11,17 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from forestage.cache.image import SourceImage
 from forestage.cache.layout import Cache
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
 from forestage.events import Outcome, RequestOutcome
 from forestage.events.reasons import FAILURES
-from forestage.hooks import answers, leases, serve, step, user_messages
-from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import SHORT_WAIT, HookDeadlines
+from forestage.hooks import leases, request_results, serve, step, user_messages
+from forestage.hooks.hook_deadlines import SHORT_WAIT, HookDeadlines
+from forestage.hooks.request_results import RequestResult
 from forestage.hooks.step import format_answer_fields, with_identified_user, with_prolog_notes
 from forestage.hooks.user_messages import (
     FIRST_MESSAGE_AFTER,
@@ -34,7 +34,7 @@ from forestage.slurm.hints import JobHints, Request
 from forestage.slurm.job import Job
 from forestage.slurm.timeouts import STEP_WAIT
 from forestage.sources.opening import HOOK_TIMEOUT
-from forestage.stage.wait import CopyEstimate
+from forestage.stage.copy_wait import CopyEstimate
 from forestage.system import lock
 from forestage.system.as_user import User
 
@@ -240,13 +240,15 @@ def test_data_result_variable_is_the_worst_result_of_the_data(
         "io": RequestOutcome("failed", reason="io"),
     }
     outcomes = [made.get(one) or hit(result=one) for one in results]
-    assert answers.list_data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
+    assert request_results.list_data_variables(outcomes, ()) == [("FORESTAGE_DATA_RESULT", word)]
 
 
 def test_forestage_local_variable_lists_local_paths_encoded_and_bounded() -> None:
-    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * answers.MAX_LOCAL_BYTES}", "/last")
-    assert answers.list_data_variables((), local) == [("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")]
-    assert answers.list_data_variables((), ()) == []
+    local = ("/a:b", "/50%", "/c\td", "/a:b", f"/{'x' * request_results.MAX_LOCAL_BYTES}", "/last")
+    assert request_results.list_data_variables((), local) == [
+        ("FORESTAGE_LOCAL", "/a%3Ab:/50%25:/last")
+    ]
+    assert request_results.list_data_variables((), ()) == []
 
 
 def test_user_messages_report_a_failure_before_a_success(

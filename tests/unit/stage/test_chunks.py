@@ -21,9 +21,9 @@ from forestage.cache import allocation, digest
 from forestage.cache.part import Part, list_missing_chunks
 from forestage.errors import CopyStopped, Failed
 from forestage.sources.source import ReadableSource, SourceTruncated, SourceUnreadable
-from forestage.stage import chunks, reading
+from forestage.stage import chunks, source_reader
 from forestage.stage.chunks import CopyTuning
-from forestage.stage.reading import BLOCK, PIECE, RateLimiter
+from forestage.stage.source_reader import BLOCK, PIECE, RateLimiter
 from forestage.system import file_systems
 
 CHUNK = 4 * BLOCK
@@ -165,13 +165,13 @@ def test_any_file_is_copied_identically_with_any_threads_and_chunk_size(
 def reads(monkeypatch: Patch) -> list[int]:
     """Where each piece that is read begins."""
     starts: list[int] = []
-    real = reading.read_piece
+    real = source_reader.read_piece
 
     def noting(source: ReadableSource, start: int, want: memoryview, buffer: memoryview) -> None:
         starts.append(start)
         real(source, start, want, buffer)
 
-    monkeypatch.setattr(reading, "read_piece", noting)
+    monkeypatch.setattr(source_reader, "read_piece", noting)
     return starts
 
 
@@ -215,7 +215,7 @@ def test_holes_of_a_fuse_source_are_read_and_their_zeros_take_no_space(
 def test_file_without_holes_is_not_scanned_for_zeros(pair: Pair, monkeypatch: Patch) -> None:
     pair.random(3 * CHUNK)
     monkeypatch.setattr(file_systems, "read_file_system_type", lambda _: FUSE)
-    monkeypatch.setattr(reading, "is_zero", lambda _: pytest.fail("looked through"))
+    monkeypatch.setattr(source_reader, "is_zero", lambda _: pytest.fail("looked through"))
     pair.reserve()
     pair.copy()
     assert pair.copied == pair.path.read_bytes()
@@ -391,7 +391,7 @@ def test_error_of_one_copy_thread_stops_the_other_threads(pair: Pair, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         assert run.halt.wait(600)
 
-    monkeypatch.setattr(reading, "read_piece", first_fails)
+    monkeypatch.setattr(source_reader, "read_piece", first_fails)
     with pytest.raises(OSError, match="No space left"):
         run.all()
     run.close()
@@ -409,7 +409,7 @@ def test_copy_fails_if_a_thread_dies_of_an_unexpected_exception(
 
     pair.random(3 * CHUNK)
     pair.reserve()
-    monkeypatch.setattr(reading, "read_piece", die)
+    monkeypatch.setattr(source_reader, "read_piece", die)
     with pytest.raises(Failed) as caught:
         pair.copy()
     assert caught.value.reason == "copy"
@@ -443,13 +443,13 @@ def test_copy_allocates_one_buffer_per_thread_at_most(
     pair.random(size * CHUNK)
     pair.reserve()
     made: list[int] = []
-    real = reading.allocate_piece_buffer
+    real = source_reader.allocate_piece_buffer
 
     def noting(chunk: int) -> memoryview:
         made.append(chunk)
         return real(chunk)
 
-    monkeypatch.setattr(reading, "allocate_piece_buffer", noting)
+    monkeypatch.setattr(source_reader, "allocate_piece_buffer", noting)
     pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert made == [CHUNK] * wanted
 

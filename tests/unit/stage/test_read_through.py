@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from forestage import trace
-from forestage.cache import allocation, digest, readers
+from forestage.cache import allocation, arrival_map, digest
+from forestage.cache.arrival_map import NOW, PIECE, SOON, ArrivalMap
 from forestage.cache.part import Part, list_missing_chunks
-from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
 from forestage.errors import CopyStopped
 from forestage.sources.source import ReadableSource
-from forestage.stage import chunks, reading
+from forestage.stage import chunks, source_reader
 from forestage.stage.chunks import CopyTuning, order_chunks
 
 CHUNK = 2 * PIECE
@@ -53,7 +53,7 @@ class Scene:
         self.part = Part(folder / "part")
         self.part.directory.mkdir()
         allocation.reserve_part(self.part, SIZE, CHUNK, set(range(COUNT)))
-        made = readers.create_map(folder / "key", SIZE, CHUNK, self.part.image)
+        made = arrival_map.create_map(folder / "key", SIZE, CHUNK, self.part.image)
         assert made is not None
         self.readers: ArrivalMap = made
         self.stop = threading.Event()
@@ -61,7 +61,7 @@ class Scene:
         self.sizes: list[int] = []
         self.reading = self.most = 0  # threads that read the source
         self.then: Callable[[], None] = lambda: None
-        real = reading.read_piece
+        real = source_reader.read_piece
 
         def read_piece(
             source: ReadableSource, start: int, want: memoryview, buffer: memoryview
@@ -75,7 +75,7 @@ class Scene:
                 self.read.append(start // PIECE)
             self.then()
 
-        monkeypatch.setattr(reading, "read_piece", read_piece)
+        monkeypatch.setattr(source_reader, "read_piece", read_piece)
 
     def serve(self) -> None:
         (self.readers.directory / "sock").touch()
@@ -121,7 +121,7 @@ def test_chunks_of_an_earlier_stager_are_readable_from_the_start_of_the_resumed_
     with pytest.raises(CopyStopped):
         scene.copy()
     monkeypatch.setattr(trace, "listener", None)
-    made = readers.create_map(scene.readers.directory, SIZE, CHUNK, scene.part.image)
+    made = arrival_map.create_map(scene.readers.directory, SIZE, CHUNK, scene.part.image)
     assert made is not None
     scene.stop.clear()
     inode = scene.part.image.stat().st_ino
@@ -188,7 +188,9 @@ def test_chunk_that_a_job_waits_for_is_exempt_from_the_bandwidth_limit(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(reading.RateLimiter, "take", lambda self, size, stop: taken.append(size))
+    monkeypatch.setattr(
+        source_reader.RateLimiter, "take", lambda self, size, stop: taken.append(size)
+    )
     scene.readers.want(0, NOW)
     scene.copy()
     assert taken == [CHUNK, CHUNK, CHUNK, PIECE + 5]
@@ -266,14 +268,14 @@ def test_copy_threads_that_share_a_large_chunk_share_one_buffer(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     made: list[int] = []
-    real = reading.allocate_aligned_memory
+    real = source_reader.allocate_aligned_memory
 
     def noting(size: int) -> memoryview:
         made.append(size)
         return real(size)
 
     monkeypatch.setattr(chunks, "SHARED_CHUNK", CHUNK - 1)
-    monkeypatch.setattr(reading, "allocate_aligned_memory", noting)
+    monkeypatch.setattr(source_reader, "allocate_aligned_memory", noting)
     scene.serve()
     scene.copy()
     assert made == [CHUNK]  # one thread's own

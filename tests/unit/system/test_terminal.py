@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forestage.system.drawing import draw_blocks
+from forestage.system.render import draw_blocks
 from forestage.system.terminal import (
     NamedValues,
     OutputBlock,

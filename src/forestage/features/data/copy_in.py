@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from forestage.errors import Declined
-from forestage.system import as_user, child, libc
+from forestage.system import as_user, forked_child, libc
 from forestage.system.as_user import User
 from forestage.system.files import open_descriptor
 from forestage.units import make_printable
@@ -50,8 +50,8 @@ def confine(root: int, user: User) -> None:
     os.setgroups(groups)
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)
-    child.call_prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    child.call_prctl(_PR_SET_DUMPABLE, 0)
+    forked_child.call_prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    forked_child.call_prctl(_PR_SET_DUMPABLE, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.umask(0o077)
 

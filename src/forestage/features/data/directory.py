@@ -6,7 +6,7 @@ stager,
 peers, resume, verify and eviction know nothing of directories. Steps start from the shared path
 until all of it is here. Each looks again before it is shown the copy: a job may write to its data
 between two steps. Of the nodes of a job one looks for all where it can
-(features/data/agreement.py).
+(features/data/shared_scan.py).
 
     state in JOB.data     reached by
     looking               the Prolog
@@ -25,26 +25,26 @@ from pathlib import Path
 import msgspec
 
 from forestage import log
-from forestage.cache import image, part
+from forestage.cache import part, source_image
+from forestage.cache.job_notes import DirectoryCopyState
 from forestage.cache.layout import Cache
 from forestage.cache.lease import EntryUse, LeaseDirectory
 from forestage.cache.node import Node
-from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError, classify_node_error
 from forestage.events import RequestOutcome
-from forestage.features.data import agreement, erofs, manifest, open_tree, retry, wanted
+from forestage.features.data import data_view, directory_source, erofs, manifest, retry, shared_scan
+from forestage.features.data.data_view import StepView, ViewContext
 from forestage.features.data.manifest import DirectoryManifest
-from forestage.features.data.wanted import StepView, ViewContext
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.sources.source import OpenImage
 from forestage.stage import stager
+from forestage.stage.copy_wait import CopyEstimate
 from forestage.stage.task import CopyTask
-from forestage.stage.wait import CopyEstimate
-from forestage.system import as_user, holder, lock, loop, mounts, run
+from forestage.system import as_user, daemon, lock, loop, mounts, run
 from forestage.system.as_user import User
-from forestage.system.holder import StartChannel, StartReport
+from forestage.system.daemon import StartChannel, StartReport
 from forestage.system.loop import LoopDevice
 from forestage.units import format_size, make_printable
 
@@ -63,23 +63,25 @@ PROBE = 10.0  # seconds for the kernel to load a module
 
 def start_in_prolog(call: ViewContext, request: Request) -> RequestOutcome:
     """Starts the process that brings a directory, for the Prolog. Raises Failed, OSError."""
-    wanted.record_directory_state(call.node, call.job, request.path, DirectoryCopyState("looking"))
+    data_view.record_directory_state(
+        call.node, call.job, request.path, DirectoryCopyState("looking")
+    )
     _start_process(call.node, call.job, request.path)
     return RequestOutcome("started", request=make_printable(request.path), via="hint")
 
 
 def _start_process(node: Node, job: Job, path: str) -> None:
     """Starts the process; that it looks is noted. Raises Failed, OSError."""
-    if agreement.can_query_other_nodes(node):
-        agreement.make_scan_directory(node.cache, job.id)
+    if shared_scan.can_query_other_nodes(node):
+        shared_scan.make_scan_directory(node.cache, job.id)
     about = f"stager job={job.id}"
-    with holder.start_daemon(
+    with daemon.start_daemon(
         stager.STAGER, about, partial(_run_process, node, job, path)
     ) as channel:
-        message = channel.recv(holder.START)
+        message = channel.recv(daemon.START)
         if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
-            wanted.record_directory_state(
+            data_view.record_directory_state(
                 node, job, path, DirectoryCopyState("declined", reason="helper", detail=why)
             )
             raise Failed("helper", why)
@@ -96,7 +98,7 @@ def _rescan_if_more_groups(call: ViewContext, restart: int, path: str) -> None:
     with lock.held(node.cache.space_lock, GIVE_UP):
         if not _may_see_more(_read_state(node, job, path), job.user):  # another step was faster
             return
-        wanted.record_directory_states(node, job, {path: DirectoryCopyState("looking")})
+        data_view.record_directory_states(node, job, {path: DirectoryCopyState("looking")})
     _start_process(node, job, path)
 
 
@@ -112,7 +114,7 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
     Raises Declined, Failed, OSError.
     """
     node, job, path, until = call.node, call.job, request.path, call.copy
-    noted = wanted.read_job_data(node.leases, job.id, job.user.uid)
+    noted = data_view.read_job_data(node.leases, job.id, job.user.uid)
     _rescan_if_more_groups(call, noted.restart, path)
     tree = _read_state(node, job, path)
     while until is not None and tree.state in ("looking", "copying") and until.left():
@@ -130,24 +132,24 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
     )
     entry = node.cache.read(tree.key) if tree.state == "ready" else None
     if entry is None or not node.cache.is_proven(tree.key):
-        agreement.announce_no_scan(node, job, noted.restart, path)
+        shared_scan.announce_no_scan(node, job, noted.restart, path)
         if tree.state == "declined":
             raise Declined(tree.reason, tree.detail)
         return [], outcome
     digest = entry.identity.tree
     until_seen = Deadline.after(min(SCAN_TIMEOUT, call.looks_end().left()), node.clock)
     if tree.seconds > until_seen.left():  # by now, not when that is over
-        agreement.announce_no_scan(node, job, noted.restart, path)
+        shared_scan.announce_no_scan(node, job, noted.restart, path)
         what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
         raise manifest.make_too_slow_error(path, what)
     with contextlib.ExitStack() as place:
         if not _try_scan_slot(node, job, place, until_seen):
-            agreement.announce_no_scan(node, job, noted.restart, path)
+            shared_scan.announce_no_scan(node, job, noted.restart, path)
             raise Declined(
                 "deadline", f"{MAX_OF_USER} steps of this user look at directories already"
             )
         if (
-            agreement.digest_for_step(node, job, noted.restart, path, digest, until_seen.left())
+            shared_scan.digest_for_step(node, job, noted.restart, path, digest, until_seen.left())
             != digest
         ):
             raise Declined("changed", f"{path} has changed since the job began")
@@ -233,7 +235,7 @@ def _run_process(node: Node, job: Job, path: str, hook: StartChannel) -> None:
 
     def work(stop: threading.Event) -> None:
         hook.begin()
-        with lock.held(_process_lock(node, job.id, job.restart, path), holder.START):
+        with lock.held(_process_lock(node, job.id, job.restart, path), daemon.START):
             hook.send(StartReport("ready"))
             hook.close()
             _copy_and_record(node, job, path, stop)
@@ -258,7 +260,7 @@ def _copy_and_record(node: Node, job: Job, path: str, stop: threading.Event) -> 
         line = f"reason={reason} detail={make_printable(str(error))!r}"
         log.write_log_line(f"stager job={job.id} result=declined {line}", by_slurm=True)
     finally:
-        wanted.record_directory_state(node, job, path, ended)
+        data_view.record_directory_state(node, job, path, ended)
 
 
 def _wait_for_copy_slot(node: Node, job: Job, held: contextlib.ExitStack) -> None:
@@ -293,7 +295,7 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
     _check_below_sources(node, root, resolved)
     max_files = node.config.data.max_files
     looked = node.clock.wall()
-    seen = agreement.scan_for_job_start(node, job, path, root, resolved)
+    seen = shared_scan.scan_for_job_start(node, job, path, root, resolved)
     found = seen.manifest
     _check_has_bytes(found)
     _check_size(node, found)
@@ -302,7 +304,7 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
     ready = DirectoryCopyState("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
     if node.cache.read(key) is not None and node.cache.is_proven(key):
         return ready
-    wanted.record_directory_state(node, job, path, DirectoryCopyState("copying", key, resolved))
+    data_view.record_directory_state(node, job, path, DirectoryCopyState("copying", key, resolved))
     _check_erofs()
     with contextlib.ExitStack() as held:
         _wait_for_key_lock(node, job, key, held)
@@ -314,7 +316,7 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
         made = erofs.compute_layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
         lent = seen.lent and not node.cache.part_dir(key).exists()
-        opened = open_tree.DirectorySource(
+        opened = directory_source.DirectorySource(
             root, found, made, job.user, max_files, node.clock, looked, lent
         )
         held.callback(opened.close)
@@ -339,19 +341,19 @@ def _wait_for_key_lock(node: Node, job: Job, key: str, held: contextlib.ExitStac
 
 
 def _check_wanted(node: Node, job: Job) -> None:
-    if not wanted.is_still_wanted(node, job):
+    if not data_view.is_still_wanted(node, job):
         raise Declined("stopped", "the job is over")
 
 
 def _check_below_sources(node: Node, root: int, resolved: str) -> None:
     sources = tuple(map(as_user.resolve_links, node.config.sources))
-    if not image.is_below_any(resolved, sources):
+    if not source_image.is_below_any(resolved, sources):
         raise Declined(
             "outside-sources",
             f"{resolved} is not below {', '.join(sources)}",
             "the admin can add its directory to `sources:`",
         )
-    if image.is_below_any(str(node.cache.real), [resolved]):
+    if source_image.is_below_any(str(node.cache.real), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
     if mounts.is_on_user_mount(root, resolved, node.config.user_mounts):
         raise Declined(
@@ -377,7 +379,9 @@ def _check_size(node: Node, found: DirectoryManifest) -> None:
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
-    part.check_chunk_count(open_tree.make_source_image(found, size), node.config.chunk_of(size))
+    part.check_chunk_count(
+        directory_source.make_source_image(found, size), node.config.chunk_of(size)
+    )
 
 
 def _check_erofs() -> None:
@@ -393,11 +397,11 @@ def _add_to_lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises CopyStopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         lease = node.leases.read_own(job.id, job.user.uid)
-        if lease is None or not wanted.is_still_wanted(node, job):
+        if lease is None or not data_view.is_still_wanted(node, job):
             raise Declined("stopped", "the job is over")
         node.leases.write(lease.with_use(EntryUse(key)))
 
 
 def _read_state(node: Node, job: Job, path: str) -> DirectoryCopyState:
     nobody = DirectoryCopyState("declined", reason="helper", detail=f"nobody looks at {path}")
-    return wanted.read_job_data(node.leases, job.id, job.user.uid).trees.get(path, nobody)
+    return data_view.read_job_data(node.leases, job.id, job.user.uid).trees.get(path, nobody)

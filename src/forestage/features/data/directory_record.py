@@ -5,7 +5,7 @@
     directory N                                 the format's number
     boot      BOOT-ID
     owner     UID
-    device    …  |  served  …                   as in slurm/lines.py: what shows it
+    device    …  |  served  …                   as in slurm/step_protocol.py: what shows it
     env       NAME  VALUE                       … and what leads into it
 
 A helper gives no answer while the package is upgraded, or once it was removed; the job still has
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.errors import Failed
-from forestage.slurm.lines import DIRECTORY_FORMAT, LineFields, has_control_characters
+from forestage.slurm.step_protocol import DIRECTORY_FORMAT, LineFields, has_control_characters
 from forestage.system import records
 
 HEAD = "directory"

@@ -25,7 +25,7 @@ from forestage.features.data.manifest import ManifestEntry
 from forestage.features.data.user_threads import UserThreadPool, set_thread_user
 from forestage.sources import source
 from forestage.sources.source import SourceTruncated, SourceUnreadable
-from forestage.system import child
+from forestage.system import forked_child
 from forestage.system.as_user import User
 from forestage.units import make_printable
 
@@ -139,7 +139,7 @@ class _ReaderProcess:
         self.memory = os.memfd_create("files")
         os.truncate(self.memory, MAX_REQUEST_BYTES)
         life = partial(_run_reader, tree=tree, memory=self.memory)
-        self.pid, self.line = child.fork_with_socket(life, lambda *_: None)
+        self.pid, self.line = forked_child.fork_with_socket(life, lambda *_: None)
 
     def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
         """Has the process read, and takes what it has read. Raises Failed where it has died."""
@@ -174,7 +174,7 @@ class _ReaderProcess:
 
 def _run_reader(line: socket.socket, tree: OpenDirectory, memory: int) -> None:
     """All that such a process does, until its parent closes the line, or has ended."""
-    child.close_descriptors_except({line.fileno(), tree.root, memory})
+    forked_child.close_descriptors_except({line.fileno(), tree.root, memory})
     set_thread_user(tree.user)
     team = UserThreadPool(tree.user)
     with mmap.mmap(memory, MAX_REQUEST_BYTES) as mapped, memoryview(mapped) as room:

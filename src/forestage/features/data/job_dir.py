@@ -6,7 +6,7 @@
                                  held         the same
                                  mount        of one in memory, see features/data/job_ram.py
                                  lock.<n>, put.<n>    of the job's n-th request, see
-                                 features/data/fill.py
+                                 features/data/job_dir_fill.py
 
 Room on the disk is taken in advance: what a job has asked for it has, and no more. For one in
 memory the Prolog makes only the record; the job's first step does the rest. The order of what
@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from forestage import trace
-from forestage.cache import disk_errors, evict, unpacked
+from forestage.cache import disk_errors, evict, unpack_space
 from forestage.cache.layout import Cache, DiskUsage
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
@@ -40,8 +40,8 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
 from forestage.features.data import job_disk, job_ram
 from forestage.slurm.job import Job
-from forestage.slurm.lines import LineFields
-from forestage.system import as_user, files, folders, holder, lock, loop, mounts, records
+from forestage.slurm.step_protocol import LineFields
+from forestage.system import as_user, daemon, files, folders, lock, loop, mounts, records
 from forestage.units import format_size, is_number
 
 PATIENCE = 30.0  # seconds for another job's Prolog, which takes its room
@@ -153,7 +153,7 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
             job_disk.reserve_file(place.disk, size)
         trace.reach_point("job room")
         device = job_disk.format_ext4(place.disk, job.user, place.directory, end)
-        over, patience = node.leases.over(job.id), job_disk.limit_to_deadline(holder.START, end)
+        over, patience = node.leases.over(job.id), job_disk.limit_to_deadline(daemon.START, end)
         job_disk.start_holder(device, place.directory, over, patience)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
@@ -204,12 +204,12 @@ def _make_mount_point(target: Path) -> None:
 
 def _evict_for_job_dir(node: Node, job: Job, size: int, end: Deadline) -> None:
     """Evicts what the job's user may have evicted, and only if that is enough. Raises Declined."""
-    if not unpacked.has_free_bytes(node.cache, node.config, size):
+    if not unpack_space.has_free_bytes(node.cache, node.config, size):
         patience = job_disk.limit_to_deadline(PATIENCE, end)
         has = _count_reserved_by_user(node.cache)
         evict.evict_for_job(node.cache, node.leases, node.config, size, job.user.uid, patience, has)
-    if not unpacked.has_free_bytes(node.cache, node.config, size):
-        stays = unpacked.read_min_free(node.cache, node.config)
+    if not unpack_space.has_free_bytes(node.cache, node.config, size):
+        stays = unpack_space.read_min_free(node.cache, node.config)
         raise Declined(
             "no-room",
             f"stage-dir= asks for {format_size(size)}; the disk of {node.cache.root} has less,"
@@ -246,7 +246,7 @@ def prepare_mount_for_step(node: Node, job: Job) -> JobDirMount:
     target = os.fspath(node.places.job_dir)
     made = place.made()
     if made is not None and made.ram:
-        patience = Deadline.after(holder.START, node.clock)
+        patience = Deadline.after(daemon.START, node.clock)
         over = node.leases.over(job.id)
         name = job_ram.ensure_tmpfs_holder(
             place.directory, over, job.user, made.size, job.manager, patience
@@ -369,6 +369,6 @@ def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> N
 def _release_devices(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
     if gone.now is not None:
-        holder.stop_daemon(gone.now, patience)
+        daemon.stop_daemon(gone.now, patience)
     for device in job_disk.list_devices(gone.disk) if gone.disk else ():
         loop.detach_device(device)

@@ -36,10 +36,10 @@ import msgspec
 from forestage.cache import allocation
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed
-from forestage.system import as_user, holder, loop, mounts, run
+from forestage.system import as_user, daemon, loop, mounts, run
 from forestage.system.as_user import ChildResult, User
+from forestage.system.daemon import DaemonSpec, StartChannel
 from forestage.system.files import open_descriptor
-from forestage.system.holder import DaemonSpec, StartChannel
 from forestage.units import format_size
 
 KIND = "ext4"
@@ -156,21 +156,21 @@ class JobEndWatch(msgspec.Struct, frozen=True):
             os.rmdir(self.name, dir_fd=self.jobs)
 
 
-def start_holder(device: str, place: Path, over: Path, patience: float = holder.START) -> None:
+def start_holder(device: str, place: Path, over: Path, patience: float = daemon.START) -> None:
     """Starts the process that holds this device's file system; `place` is the job's directory.
 
     `over` is there once the job has ended without an Epilog's work. Waits up to `patience` seconds
     for it.
     """
     about = f"holder job={place.name}"
-    holder.start_daemon(
+    daemon.start_daemon(
         DISK_HOLDER_SPEC, about, partial(_run_holder, device, place, over), patience
     ).close()
 
 
 def _run_holder(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
     end = JobEndWatch.open(over, place)
-    held = holder.lock_pid_file(end.place)
+    held = daemon.lock_pid_file(end.place)
     root = mounts.open_hidden_mount(device, KIND, os.fspath(place))
     disk = os.open(place / "disk", os.O_RDWR)
     facts = os.fstat(disk)

@@ -1,7 +1,7 @@
 """The tmpfs that is a job's directory in memory, and the process that holds it.
 
     <cache>/jobs/<job>.<restart>/held    locked as long as the holder lives; its pid
-                                 mount   where it listens, see system/holder.py
+                                 mount   where it listens, see system/daemon.py
                                  lock.ram  held by the step that starts it
 
 The job's first step on the node has it made: a Prolog knows nothing of the job's memory. The kernel
@@ -20,9 +20,9 @@ from pathlib import Path
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.features.data import job_disk
-from forestage.system import child, holder, lock, mounts
+from forestage.system import daemon, forked_child, lock, mounts
 from forestage.system.as_user import User
-from forestage.system.holder import (
+from forestage.system.daemon import (
     OOM_EXEMPT,
     DaemonSpec,
     StartChannel,
@@ -48,15 +48,15 @@ def ensure_tmpfs_holder(
     with lock.held(directory / "lock.ram", end.left()):
         held = directory / "held"
         if not held.exists():
-            if child.is_in_job_namespace():  # it would end with the step
+            if forked_child.is_in_job_namespace():  # it would end with the step
                 why = "the step is in its job's own PID or user namespace"
                 raise Declined("job-dir", f"none in memory: {why}")
             _check_memory_limit(size, step)
             live = partial(_run_holder, directory, over, user, size)
-            with holder.start_daemon(
+            with daemon.start_daemon(
                 RAM_HOLDER_SPEC, f"holder job={directory.name}", live
             ) as channel:
-                channel.await_ready(holder.START, "job-dir")
+                channel.await_ready(daemon.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
     return directory / "mount"
@@ -64,7 +64,7 @@ def ensure_tmpfs_holder(
 
 def open_root(name: Path) -> int:
     """A descriptor of the root directory of what is held there. Raises Declined, OSError."""
-    clone = holder.fetch_mount_clone(name, "job-dir")
+    clone = daemon.fetch_mount_clone(name, "job-dir")
     try:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=clone)
     finally:
@@ -76,7 +76,7 @@ def _check_memory_limit(size: int, step: int) -> None:
 
     Where Slurm limits none, nobody but the job keeps it from taking all: half of what is available.
     """
-    limit = child.read_job_memory_limit(step)
+    limit = forked_child.read_job_memory_limit(step)
     if limit is None:
         most, whose = _read_available_bytes() // 2, "half of what this node has available"
     else:
@@ -101,7 +101,7 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
     end = job_disk.JobEndWatch.open(over, directory)
-    listener = holder.listen_for_clients(directory / "mount")
+    listener = daemon.listen_for_clients(directory / "mount")
     hook.begin(*end.fds, listener.fileno())
     mounts.enter_empty_namespace()
     Path(MOUNT).mkdir(mode=0o700)
@@ -109,11 +109,11 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = holder.lock_pid_file(end.place)
+    held = daemon.lock_pid_file(end.place)
     hook.send(StartReport("ready"))
     hook.close()
     guests = TaskConnections(
-        listener, lambda task, asked: holder.send_mount_clone(task, asked, MOUNT)
+        listener, lambda task, asked: daemon.send_mount_clone(task, asked, MOUNT)
     )
     while os.fstat(held).st_nlink:
         if end.has_come():

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from forestage.cache import image
+from forestage.cache import source_image
 from forestage.clock import Deadline
 from forestage.errors import Declined
 from forestage.features.data.user_threads import UserThreadPool, map_as_user
@@ -127,7 +127,7 @@ def _open_root_as_user(user: User, path: str) -> tuple[int, str]:
             "not-a-directory", f"{path} is not a directory", "write a file without the slash"
         ) from None
     except OSError as error:
-        raise image.declined_by_open_error(error, path, user) from None
+        raise source_image.declined_by_open_error(error, path, user) from None
     resolved = os.readlink(f"/proc/self/fd/{fd}")
     if not is_utf8(resolved):
         raise Declined("bad-path", "the path resolves to a name that is not UTF-8")
@@ -137,7 +137,7 @@ def _open_root_as_user(user: User, path: str) -> tuple[int, str]:
         is_there = os.path.samestat(os.fstat(fd), os.stat(resolved))  # noqa: PTH116
         is_there = is_there and not mounts.is_on_user_mount(fd, resolved)
     except OSError as error:
-        raise image.declined_by_open_error(error, resolved, user) from None
+        raise source_image.declined_by_open_error(error, resolved, user) from None
     if not is_there:
         raise Declined("bad-path", f"{path} does not lead to {resolved} as this node sees it")
     return fd, resolved
@@ -155,7 +155,7 @@ def scan_directory(
     try:
         found = [_stat_root(root, disk, user)]
     except OSError as error:
-        raise image.declined_by_open_error(error, make_printable(path), user) from None
+        raise source_image.declined_by_open_error(error, make_printable(path), user) from None
     bound = _ScanLimits(path, max_files, user)
 
     def look(todo: _ScanTask) -> list[_ScanTask]:
@@ -410,7 +410,7 @@ def read_acls(root: int, manifest: DirectoryManifest, user: User) -> dict[bytes,
         nonlocal all_bytes
         name = f"/proc/self/fd/{root}/{os.fsdecode(file.path)}"
         try:
-            acl = os.getxattr(name, image.ACL, follow_symlinks=False)
+            acl = os.getxattr(name, source_image.ACL, follow_symlinks=False)
         except OSError as error:
             # Not for all at once: of a union of file systems some may have ACLs.
             if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
@@ -468,7 +468,9 @@ def _make_error_below(error: OSError, path: str, name: bytes, user: User) -> Dec
             f"{make_printable(path)} changed while it was looked at: {shown} is not there any more"
         )
         return Declined("changed", what)
-    return image.declined_by_open_error(error, os.path.join(make_printable(path), shown), user)
+    return source_image.declined_by_open_error(
+        error, os.path.join(make_printable(path), shown), user
+    )
 
 
 def _list_names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes, ...]]:

@@ -8,7 +8,7 @@ import contextlib
 from forestage.cache.layout import Cache
 from forestage.cache.lease import LeaseDirectory
 from forestage.errors import Failed
-from forestage.features.data import agreement, directory, job_dir, retry
+from forestage.features.data import directory, job_dir, retry, shared_scan
 from forestage.system import lock
 
 
@@ -19,7 +19,7 @@ def release_job_data(cache: Cache, leases: LeaseDirectory, job: int, patience: f
     """
     with contextlib.suppress(Failed, OSError):  # another job's may be in the way
         directory.detach_unused_devices(cache, leases, patience)
-    agreement.delete_job_scans(cache, job)
+    shared_scan.delete_job_scans(cache, job)
     job_dir.remove_job_dirs(cache, job)
 
 
@@ -29,6 +29,6 @@ def release_ended_jobs_data(cache: Cache, leases: LeaseDirectory, now: float) ->
     `now` is wall time. Raises Failed, OSError.
     """
     directory.detach_unused_devices(cache, leases, lock.SPACE_TIMEOUT)
-    agreement.delete_stale_scans(cache, leases)
+    shared_scan.delete_stale_scans(cache, leases)
     retry.delete_old_notes(cache, now)
     return job_dir.remove_leftovers(cache, leases)

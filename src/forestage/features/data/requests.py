@@ -2,13 +2,13 @@
 
     PATH/               features/data/directory.py a directory, over its own path, once all of it is
     here
-    FILE@/mount/point   features/data/mounted.py   a squashfs file, mounted; the file is staged as
-    an image
-    stage-dir=, @job    features/data/job_dir.py   the job's own directory; features/data/fill.py
-    fills it
+    FILE@/mount/point   features/data/squashfs_mount.py   a squashfs file, mounted; the file is
+staged as an image
+    stage-dir=, @job    features/data/job_dir.py   the job's own directory;
+features/data/job_dir_fill.py fills it
 
-Each is a `wanted.DataView`, and may have something to release (features/data/release.py). Only with
-the companion: it mounts all this in each task's own namespace.
+Each is a `data_view.DataView`, and may have something to release (features/data/release.py). Only
+with the companion: it mounts all this in each task's own namespace.
 """
 
 import codecs
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from forestage.cache import disk, image
+from forestage.cache import disk_probe, source_image
+from forestage.cache.job_notes import JobData
 from forestage.cache.node import Node
-from forestage.cache.said import JobData
 from forestage.clock import Deadline
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import WHOLE_RESULTS, RequestOutcome
 from forestage.features.contexts import StepPart
-from forestage.features.data import directory_record, wanted
-from forestage.features.data.wanted import DataView, StagedFile, StepView, ViewContext
-from forestage.hooks import answers, leases, serve
+from forestage.features.data import data_view, directory_record
+from forestage.features.data.data_view import DataView, StagedFile, StepView, ViewContext
+from forestage.hooks import leases, request_results, serve
 from forestage.hooks.container_binds import ContainerBinds
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import DIRECTORY, LineFields
+from forestage.slurm.step_protocol import DIRECTORY, LineFields
 from forestage.system import as_user, lock
 from forestage.units import make_printable
 
@@ -64,7 +64,7 @@ def start_job_data(
         _record_wanted(node, job, limit.end, noted)
     except (ForestageError, OSError) as error:
         _record_refusal(node, job, error, limit.end)
-        return _mark_as_data([answers.make_error_outcome(Request("", "hint"), error)])
+        return _mark_as_data([request_results.make_error_outcome(Request("", "hint"), error)])
     # Once the lease is there: the sweep takes away the directories of jobs that have none.
     made = _make_own_dir(node, job, noted, limit)
     call = _make_view_context(node, job, noted, limit)
@@ -73,10 +73,10 @@ def start_job_data(
 
 def show_job_data(node: Node, job: Job, limit: HookDeadlines, refusal: Declined | None) -> StepPart:
     """What the step of a job is shown of its data. Never raises for a request."""
-    noted = wanted.read_job_data(node.leases, job.id, job.user.uid)
+    noted = data_view.read_job_data(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
     try:
-        disk.check_writable(node.places, node.cache, limit.end.left())
+        disk_probe.check_writable(node.places, node.cache, limit.end.left())
     except Declined as error:  # what is mounted from such a disk would hang the tasks
         hang = error
     own, lines, outcomes = _find_own_dir(node, job, noted, hang)
@@ -93,10 +93,12 @@ def show_job_data(node: Node, job: Job, limit: HookDeadlines, refusal: Declined 
         lines += found
     outcomes += came.values()
     if any(_is_seed(request) for request in noted.requests):
-        from forestage.features.data import fill
+        from forestage.features.data import job_dir_fill
 
-        lines += fill.list_unset_variables(own, noted)  # of those that are not in there by now
-    kept = wanted.drop_nested_directories(wanted.sort_by_depth(lines))
+        lines += job_dir_fill.list_unset_variables(
+            own, noted
+        )  # of those that are not in there by now
+    kept = data_view.drop_nested_directories(data_view.sort_by_depth(lines))
     if own:
         into = [line for line in kept if line == own.line or _is_variable_into_own_dir(node, line)]
         _record_own_dir(node, job, into)
@@ -108,9 +110,11 @@ def _list_filled_requests(own: "JobDirMount | None", noted: JobData) -> tuple[Re
     """What earlier steps have put into the job's own directory: it is the job's, like that one."""
     if own is None:
         return ()
-    from forestage.features.data import fill
+    from forestage.features.data import job_dir_fill
 
-    return tuple(request for request in noted.requests if fill.is_filled(own, noted, request))
+    return tuple(
+        request for request in noted.requests if job_dir_fill.is_filled(own, noted, request)
+    )
 
 
 def _make_refusal(noted: JobData) -> Declined:
@@ -130,9 +134,9 @@ def _find_local_path(
     if request.kind == "mount":
         return request.at
     if request.kind == "fill":
-        from forestage.features.data import fill
+        from forestage.features.data import job_dir_fill
 
-        return f"{node.places.job_dir}/{fill.name_in_job_dir(request)}"
+        return f"{node.places.job_dir}/{job_dir_fill.name_in_job_dir(request)}"
     shown = (f"{line[-2]}/" for line in kept if line[0] == "device" and line[3] == "erofs")
     return request.path.rstrip("/") if f"{outcome.image}/".startswith(tuple(shown)) else ""
 
@@ -146,7 +150,7 @@ def _with_absolute_path(job: Job, request: Request) -> Request:
     """A request with its path absolute: steps may have another directory than their job."""
     with contextlib.suppress(Declined):  # it gets its own outcome
         return msgspec.structs.replace(
-            request, path=image.resolve_requested_path(request, job.work_dir)
+            request, path=source_image.resolve_requested_path(request, job.work_dir)
         )
     return request
 
@@ -157,7 +161,7 @@ def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
         return ()
     # It need not begin as a path does: no reference to a registry can be meant.
     named = Request(os.path.join(".", job.hints.listed), "hint")
-    path = image.resolve_requested_path(named, job.work_dir)
+    path = source_image.resolve_requested_path(named, job.work_dir)
 
     def work() -> as_user.ChildResult[bytes]:
         as_user.set_effective_user(job.user)
@@ -168,7 +172,7 @@ def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     try:
         text = as_user.run_in_child(work, bytes, min(READ_TIMEOUT, end.left()))[0]
     except OSError as error:
-        raise image.declined_by_open_error(error, path, job.user) from None
+        raise source_image.declined_by_open_error(error, path, job.user) from None
     if len(text) > LONGEST_LIST:
         raise Declined("bad-hint", f"stage-list: {path} is longer than {LONGEST_LIST} bytes")
     try:
@@ -234,7 +238,7 @@ def _make_own_dir(
         with contextlib.suppress(ForestageError, OSError):
             refused = msgspec.structs.replace(noted, refused=make_printable(str(error)))
             _record_wanted(node, job, limit.end, refused)
-        return [answers.make_error_outcome(STAGE_DIR, error)]
+        return [request_results.make_error_outcome(STAGE_DIR, error)]
     if not noted.ram:  # the first step makes it
         with contextlib.suppress(ForestageError, OSError):
             _record_own_dir(
@@ -277,7 +281,7 @@ def _find_own_dir(
             raise Declined("job-dir", noted.refused)
         own = job_dir.prepare_mount_for_step(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        return None, [("env", DIRECTORY)], [answers.make_error_outcome(STAGE_DIR, error)]
+        return None, [("env", DIRECTORY)], [request_results.make_error_outcome(STAGE_DIR, error)]
     return own, _own_dir_lines(node, own), []
 
 
@@ -290,7 +294,7 @@ def _check_possible(node: Node, job: Job, refusal: Declined | None, limit: HookD
         raise Declined("disabled", "`data.enabled: false`")
     if node.config.redirect != "spank":
         raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
-    disk.check_writable(node.places, node.cache, limit.end.left())
+    disk_probe.check_writable(node.places, node.cache, limit.end.left())
     node.cache.prepare(node.config.require_mount)
     node.cache.note_instance()
 
@@ -310,7 +314,7 @@ def _record_refusal(node: Node, job: Job, why: Exception, end: Deadline) -> None
         return
     text, reason = (
         make_printable(str(why)),
-        answers.make_error_outcome(Request("", "hint"), why).reason,
+        request_results.make_error_outcome(Request("", "hint"), why).reason,
     )
     refused = JobData(told, asked.room, refused=text, off=True, reason=reason, restart=job.restart)
     with contextlib.suppress(ForestageError, OSError):
@@ -347,17 +351,17 @@ def _choose_view(request: Request) -> DataView:
 
         return directory
     if request.kind == "mount":
-        from forestage.features.data import mounted
+        from forestage.features.data import squashfs_mount
 
-        return mounted
-    from forestage.features.data import fill
+        return squashfs_mount
+    from forestage.features.data import job_dir_fill
 
-    return fill
+    return job_dir_fill
 
 
 def _start_request(call: ViewContext, request: Request) -> RequestOutcome:
     try:
-        image.resolve_requested_path(request, call.job.work_dir)
+        source_image.resolve_requested_path(request, call.job.work_dir)
         return _choose_view(request).start_in_prolog(call, request)
     except (ForestageError, OSError) as error:
         return _make_error_outcome(request, error)
@@ -365,7 +369,7 @@ def _start_request(call: ViewContext, request: Request) -> RequestOutcome:
 
 def _show_request(call: ViewContext, request: Request) -> StepView:
     try:
-        image.resolve_requested_path(request, call.job.work_dir)
+        source_image.resolve_requested_path(request, call.job.work_dir)
         return _choose_view(request).show_in_step(call, request)
     except (ForestageError, OSError) as error:
         return (), _make_error_outcome(request, error)
@@ -373,4 +377,4 @@ def _show_request(call: ViewContext, request: Request) -> StepView:
 
 def _make_error_outcome(request: Request, error: Exception) -> RequestOutcome:
     named = f"{request.path}@{request.at}" if request.at else request.path
-    return answers.make_error_outcome(msgspec.structs.replace(request, path=named), error)
+    return request_results.make_error_outcome(msgspec.structs.replace(request, path=named), error)

@@ -8,10 +8,10 @@ from forestage.slurm.hints import Request
 def must_be_possible(request: Request) -> None:
     """Raise Declined where its names alone say that no node would show it there. Pure."""
     if request.kind == "fill":
-        from forestage.features.data import fill
+        from forestage.features.data import job_dir_fill
 
-        fill.name_in_job_dir(request)
+        job_dir_fill.name_in_job_dir(request)
     elif request.kind == "mount":
-        from forestage.features.data import mounted
+        from forestage.features.data import squashfs_mount
 
-        mounted.check_mount_allowed(os.path.normpath(request.at), ())
+        squashfs_mount.check_mount_allowed(os.path.normpath(request.at), ())

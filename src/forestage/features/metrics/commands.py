@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 
 @click.command()

@@ -25,12 +25,12 @@ from prometheus_client.registry import Collector
 from forestage import events, log
 from forestage.cache import disk_errors
 from forestage.cache.node import Node
-from forestage.check import site as sites
+from forestage.check import slurm_site as sites
 from forestage.clock import Clock
 from forestage.commands import status as node_status
+from forestage.commands.command_context import insert_after
+from forestage.commands.event_counters import WAIT_BOUNDS, EventTally, Histogram
 from forestage.commands.status import NodeStatus
-from forestage.commands.tally import WAIT_BOUNDS, EventTally, Histogram
-from forestage.commands.world import insert_after
 from forestage.config import Config, load_config, resolve_auto_redirect, switch
 from forestage.errors import ConfigError, ForestageError
 from forestage.events.reasons import collect_failures, collect_reasons

@@ -11,14 +11,21 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
-from forestage.check import site as sites
+from forestage.check import slurm_site as sites
 from forestage.check.finding import CheckFinding, FindingLevel
-from forestage.check.site import ParsedSlurmConf
+from forestage.check.slurm_site import ParsedSlurmConf
 from forestage.clock import Clock
 from forestage.config import Config, ServiceAddress
 from forestage.errors import ForestageError
 from forestage.features.contexts import CheckFacts
-from forestage.features.peers import activation, addresses, auth, node_list, proven, unanswered
+from forestage.features.peers import (
+    activation,
+    addresses,
+    auth,
+    node_list,
+    proven_node,
+    silent_nodes,
+)
 from forestage.features.peers.addresses import NodeAddresses
 from forestage.paths import NodePaths
 from forestage.slurm import nodelist
@@ -70,7 +77,7 @@ def _find_peer_problems(
         )
     is_served = activation.is_service_running(places, clock.monotonic())
     yield from _find_service_problems(files, peers.port, is_served, level)
-    silent = sorted(unanswered.list_silent_nodes(places, clock.monotonic()))
+    silent = sorted(silent_nodes.list_silent_nodes(places, clock.monotonic()))
     if silent:
         yield CheckFinding(
             "peer-silent",
@@ -82,7 +89,7 @@ def _find_peer_problems(
             f"forestage check there; firewalls must let compute nodes reach port {peers.port}",
         )
     nodes = _list_candidate_nodes(places, conf, clock.wall())
-    if has_munge and is_served and len(nodes) > 1 and proven.find_proven_node(places) is None:
+    if has_munge and is_served and len(nodes) > 1 and proven_node.find_proven_node(places) is None:
         yield CheckFinding(
             "peer-unproven",
             "note",

@@ -18,10 +18,10 @@ from forestage.features.peers import (
     auth,
     known_copies,
     node_list,
-    notices,
     protocol,
-    proven,
-    unanswered,
+    proven_node,
+    silent_nodes,
+    wrong_data_notices,
 )
 from forestage.features.peers.auth import Authenticator
 from forestage.features.peers.connection import POLL_INTERVAL, PeerConnection, PeerRequestError
@@ -115,29 +115,29 @@ class PeerClient:
         except PeerRequestError as refused:
             now = time.monotonic()
             if now - begun >= SILENCE:
-                unanswered.record_silence(self._places, peer, now)
+                silent_nodes.record_silence(self._places, peer, now)
             elif refused.why != "slow":  # else the copy is over, and nobody knows
-                unanswered.delete_silence(self._places, peer)
+                silent_nodes.delete_silence(self._places, peer)
             raise
         finally:
             line.close()
-        unanswered.delete_silence(self._places, peer)
+        silent_nodes.delete_silence(self._places, peer)
 
     def silent(self) -> frozenset[str]:
         """The nodes that did not answer another copy a short while ago."""
-        return unanswered.list_silent_nodes(self._places, time.monotonic())
+        return silent_nodes.list_silent_nodes(self._places, time.monotonic())
 
     def wrong(self) -> frozenset[str]:
         """The nodes whose chunks of the key another copy has found wrong."""
         with contextlib.suppress(OSError):
-            return notices.read_wrong_readers(self._places, self._key)
+            return wrong_data_notices.read_wrong_readers(self._places, self._key)
         return frozenset()
 
     def tell(self, giver: str, reader: str) -> None:
         """Tells who gave wrong bytes, who had read them, and this node's service, of it."""
         known = (giver, reader, self.me)
         nodes = [node for node in dict.fromkeys(known) if node in self._sessions]
-        notices.send_notices(self._addresses, nodes, self._key, reader, self._prover)
+        wrong_data_notices.send_notices(self._addresses, nodes, self._key, reader, self._prover)
 
     def _connection(self, peer: str) -> PeerConnection:
         """This thread's connection to a peer; a new one takes the place of the least recent one."""
@@ -173,7 +173,7 @@ class PeerClient:
         """Note, once for a copy, that another node could read our credential."""
         if peer != self.me and not self._is_proven:
             self._is_proven = True
-            proven.record_proven_node(self._places, peer, time.time())
+            proven_node.record_proven_node(self._places, peer, time.time())
 
     def _forget(self, peer: str, session: PeerSession, stop: Callable[[], bool]) -> None:
         shared = self._sessions[peer]

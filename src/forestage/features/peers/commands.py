@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 
 @click.command()
@@ -18,7 +18,7 @@ def peer(world: "CommandContext", node: str | None) -> None:
     Started by forestage-peer.service; it ends at once where `peers.enabled` is false.
     """
     from forestage.features.peers import server
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
 
     slurm = SlurmClient.of(os.environ)
     server.run_service(world.node(), node or slurm.node, slurm)

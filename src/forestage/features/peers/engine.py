@@ -9,7 +9,7 @@ from forestage import log
 from forestage.cache.part import chunk_count
 from forestage.errors import PeerError
 from forestage.features import peers
-from forestage.features.peers import activation, stats
+from forestage.features.peers import activation, upload_counts
 from forestage.stage.engines import EngineResult
 
 MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not asked of peers
@@ -17,8 +17,8 @@ MAX_SHARED = 131072  # chunks: more of them fit no header (32 KiB) and are not a
 if TYPE_CHECKING:
     import threading
 
+    from forestage.cache.arrival_map import ArrivalMap
     from forestage.cache.part import Part
-    from forestage.cache.readers import ArrivalMap
     from forestage.features.peers.client import PeerClient
     from forestage.sources.source import ReadableSource
     from forestage.stage.chunks import CopyTuning
@@ -40,10 +40,10 @@ class PeerHelpers:
         readers: ArrivalMap | None,
     ) -> EngineResult:
         """Copy as chunks.copy_chunks does, with chunks of other nodes."""
-        from forestage.features.peers import with_peers  # few copies have peers
+        from forestage.features.peers import peer_copy  # few copies have peers
 
         # What peers send takes the same links and processors: the source's pace is not known.
-        given = with_peers.copy_with_peers(source, part, tuning, stop, self.peers, readers)
+        given = peer_copy.copy_with_peers(source, part, tuning, stop, self.peers, readers)
         return EngineResult(given, self.peers.givers)
 
 
@@ -72,6 +72,6 @@ def uploaded(task: CopyTask) -> int:
     It writes them once a second.
     """
     with contextlib.suppress(OSError):  # only a figure
-        given = stats.find_upload_counts(task.node.places.peer)
+        given = upload_counts.find_upload_counts(task.node.places.peer)
         return given.of(task.key) if given else 0
     return 0

@@ -21,7 +21,7 @@ import msgspec
 from forestage.cache import digest
 from forestage.cache.layout import Cache, Entry, open_copy
 from forestage.cache.part import ENTRY_BYTES, boot_id, chunk_count
-from forestage.features.peers import origins
+from forestage.features.peers import chunk_readers
 from forestage.system import files, lock, records
 
 POLL = 0.02  # seconds between two looks at the map of a copy, for all who wait for its chunks
@@ -57,7 +57,7 @@ class LocalCopyState(msgspec.Struct, frozen=True):
     """A copy's map, empty without one, and who read what of it; None: no peer had a part in it."""
 
     digests: bytes = b""
-    noted: origins.ChunkReaders | None = None
+    noted: chunk_readers.ChunkReaders | None = None
     is_whole: bool = False
 
     def here(self, number: int | None = None) -> int:
@@ -67,7 +67,7 @@ class LocalCopyState(msgspec.Struct, frozen=True):
         return is_chunk_in(self.digests, number) << number
 
     def for_other_jobs(self, here: int) -> int:
-        """Of these chunks, those that nodes of other jobs may have (origins.py)."""
+        """Of these chunks, those that nodes of other jobs may have (chunk_readers.py)."""
         return here if self.noted is None else self.noted.may_leave(here, self.is_whole)
 
 
@@ -101,7 +101,7 @@ def read_copy_state(cache: Cache, key: str) -> LocalCopyState:
             digests = files.read_file(directory / "map")
             if digests.startswith(digest.UNKNOWN):  # nobody could prove what came
                 return LocalCopyState()
-            noted = origins.find_chunk_readers(directory)
+            noted = chunk_readers.find_chunk_readers(directory)
             if noted is not None or (directory / "map").exists():
                 return LocalCopyState(digests, noted, is_whole)
             # It has been published, with its note.

@@ -7,8 +7,8 @@ import msgspec
 
 from forestage.config import Config
 from forestage.features.contexts import MetricFamily, MetricsPart
-from forestage.features.peers import activation, counts, stats, unanswered
-from forestage.features.peers.counts import UploadTotals
+from forestage.features.peers import activation, silent_nodes, upload_counts, upload_totals
+from forestage.features.peers.upload_totals import UploadTotals
 from forestage.paths import NodePaths
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
     if facts.config is not None:
         has_service = activation.is_service_running(places, facts.now)
         info = {"peers": describe_peers(facts.config, has_service)}
-    silent = len(unanswered.list_silent_nodes(places, facts.now))
-    return MetricsPart(info, tuple(list_families(silent, counts.read_upload_totals(places))))
+    silent = len(silent_nodes.list_silent_nodes(places, facts.now))
+    return MetricsPart(info, tuple(list_families(silent, upload_totals.read_upload_totals(places))))
 
 
 def count(places: NodePaths) -> dict[str, object]:
     """Return the counts that are to be kept now. Raises OSError."""
-    found = counts.read_upload_totals(places)
-    found.add(stats.find_upload_counts(places.peer))
+    found = upload_totals.read_upload_totals(places)
+    found.add(upload_counts.find_upload_counts(places.peer))
     return msgspec.structs.asdict(found)
 
 

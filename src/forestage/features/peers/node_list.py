@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forestage.clock import Clock
     from forestage.config import Config
     from forestage.features.peers.slurm_nodes import SlurmNodeState
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
 
 VALID_SECONDS = 86400.0  # seconds; nobody is asked by an older list
 RENEW_AFTER = 16 * 3600.0  # seconds, the earliest

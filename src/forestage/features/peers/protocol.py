@@ -2,7 +2,7 @@
 
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
-    GET  /v1/look/<job>/<name>     what it has found in a directory (features/data/agreement.py);
+    GET  /v1/look/<job>/<name>     what it has found in a directory (features/data/shared_scan.py);
     likewise
     GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
 

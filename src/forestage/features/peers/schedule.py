@@ -1,7 +1,7 @@
 """Chunk schedule of a peer-assisted copy: which chunk each worker fetches next, and from where.
 
 Pure: no threads, no I/O, and the time (monotonic seconds) is an argument. The engine
-(features/peers/with_peers.py) calls it under its lock; bench/peers-model drives it with simulated
+(features/peers/peer_copy.py) calls it under its lock; bench/peers-model drives it with simulated
 links.
 
     state of a chunk       becomes          when

@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from forestage import log
-from forestage.cache import disk_errors, readers
+from forestage.cache import arrival_map, disk_errors
 from forestage.cache.node import Node
 from forestage.config import switch
 from forestage.errors import Failed, ForestageError
@@ -36,12 +36,12 @@ from forestage.features.peers import (
     addresses,
     auth,
     known_copies,
-    listening,
+    listen_sockets,
     local_chunks,
     node_list,
-    notices,
-    proven,
+    proven_node,
     sessions,
+    wrong_data_notices,
 )
 from forestage.features.peers.auth import (
     MAX_CREDENTIAL_BYTES,
@@ -59,8 +59,8 @@ from forestage.features.peers.local_chunks import (
     PresentChunk,
 )
 from forestage.features.peers.sessions import ClientSession, SessionTable, UnprovenConnections
-from forestage.features.peers.stats import UploadCountWriter
-from forestage.slurm.queue import SlurmClient
+from forestage.features.peers.upload_counts import UploadCountWriter
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import records
 
 MAX_CHUNK_WAIT = 5.0  # seconds for a chunk on its way, at most
@@ -128,7 +128,9 @@ class PeerService:
             known_copies.READERS, known_copies.SPECULATIVE_SECONDS, first=True
         )
         self.takers = known_copies.RequesterTable(MAX_TAKERS)
-        self.told = known_copies.RequesterTable(notices.MAX_READERS, notices.REPEAT_AFTER)
+        self.told = known_copies.RequesterTable(
+            wrong_data_notices.MAX_READERS, wrong_data_notices.REPEAT_AFTER
+        )
         self.note_at = 0.0  # not before, see _note_proof
         self.pace = UploadRateLimit(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(MAX_UPLOADS)
@@ -166,7 +168,7 @@ class PeerService:
         chunk = _CHUNK.fullmatch(request.raw_path)
         if copies := known_copies.PATH.fullmatch(request.raw_path):
             return self._answer_copies(request, copies[1], copies[2])
-        if wrong := notices.PATH.fullmatch(request.raw_path):
+        if wrong := wrong_data_notices.PATH.fullmatch(request.raw_path):
             return self._answer_notice(request, wrong[1], wrong[2])
         if chunk is None:
             raise _HttpRefusal(404)
@@ -257,7 +259,7 @@ class PeerService:
             listed = node_list.read_addresses(self.places, self.clock.wall())
             names = {address: name for name, address in listed.items()}
         node = names.get(session.client, session.client)
-        proven.record_proven_node(self.places, node, self.clock.wall())
+        proven_node.record_proven_node(self.places, node, self.clock.wall())
 
     async def _answer_route(
         self, request: web.BaseRequest, route: ServiceRoute, found: re.Match[str]
@@ -297,10 +299,10 @@ class PeerService:
         self.unproven.discard(request.protocol)
         if reader not in self.told.ask(key, None, self.now()):
             self.told.ask(key, reader, self.now())
-            if notices.chunks_read_by(
+            if wrong_data_notices.chunks_read_by(
                 local_chunks.read_copy_state(self.cache, key).noted, reader, self.name
             ):
-                notices.record_notice(self.places, key, reader)
+                wrong_data_notices.record_notice(self.places, key, reader)
             takers = self.takers.ask(key, None, self.now())
             log.write_log_line(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
             said = (
@@ -310,15 +312,15 @@ class PeerService:
                 reader,
                 self.prover,
             )
-            asyncio.get_running_loop().run_in_executor(None, notices.send_notices, *said)
+            asyncio.get_running_loop().run_in_executor(None, wrong_data_notices.send_notices, *said)
         return self._proven(ask, b"{}")
 
     def _wrong(self, key: str) -> int:
         """The chunks that are known to be wrong; -1 is all."""
         found = 0
-        for reader in notices.read_wrong_readers(self.places, key):
+        for reader in wrong_data_notices.read_wrong_readers(self.places, key):
             known = local_chunks.read_copy_state(self.cache, key)
-            found |= notices.chunks_read_by(known.noted, reader, self.name)
+            found |= wrong_data_notices.chunks_read_by(known.noted, reader, self.name)
         return found
 
     def _proven(self, ask: _AuthenticatedRequest, body: bytes) -> web.Response:
@@ -347,7 +349,7 @@ class PeerService:
         if isinstance(found, PendingChunk):
             self._must_fit(ask, found)
             if ask.wait:  # else it only wants to know what is here
-                readers.request_chunk_soon(self.through / ask.session.key, ask.number)
+                arrival_map.request_chunk_soon(self.through / ask.session.key, ask.number)
             await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
             found = local_chunks.locate_chunk(self.cache, ask.session.key, ask.number)
         if not isinstance(found, PresentChunk):
@@ -536,7 +538,7 @@ def run_service(node: Node, name: str, slurm: SlurmClient) -> None:
     counters = UploadCountWriter(node.places.peer, node.clock.wall())
     service = PeerService(node, prover, counters, name)
     _raise_open_file_limit(OPEN_FILES)
-    sockets = listening.open_service_sockets(peers, node.places, name, slurm)
+    sockets = listen_sockets.open_service_sockets(peers, node.places, name, slurm)
     with activation.hold_sign(node.places) as renew_sign:
         asyncio.run(_serve_until_stopped(service, sockets, renew_sign))
 
@@ -551,7 +553,7 @@ async def _serve_until_stopped(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await runner.setup()
     for one in sockets:
-        await web.SockSite(runner, one, backlog=listening.BACKLOG).start()
+        await web.SockSite(runner, one, backlog=listen_sockets.BACKLOG).start()
     where = " ".join(str(one.getsockname()[:2]) for one in sockets)
     log.write_log_line(f"peer serves at {where}", by_slurm=False)
     while not stop.is_set():

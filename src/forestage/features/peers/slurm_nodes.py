@@ -10,7 +10,7 @@ import msgspec
 
 from forestage.slurm import slurm_conf
 from forestage.slurm.nodelist import expand_nodelist
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 
 _FACT = re.compile(r"(?:^| )(NodeName|NodeAddr|NodeHostName|State|Partitions)=(\S*)", re.ASCII)
 

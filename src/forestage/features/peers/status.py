@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from forestage.features.contexts import StatusPart
-from forestage.features.peers import proven, stats
-from forestage.features.peers.stats import UploadCounts
+from forestage.features.peers import proven_node, upload_counts
+from forestage.features.peers.upload_counts import UploadCounts
 from forestage.paths import NodePaths
 from forestage.system.terminal import format_count
 from forestage.units import format_size
@@ -20,8 +20,8 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     Proven is the node that has shown last that it has the same key, "" if none has.
     """
     served, proof = (
-        stats.find_upload_counts(facts.node.places.peer),
-        proven.find_proven_node(facts.node.places),
+        upload_counts.find_upload_counts(facts.node.places.peer),
+        proven_node.find_proven_node(facts.node.places),
     )
     name = proof.node if proof else ""
     rows = list_rows(served, name)
@@ -30,7 +30,7 @@ def read_status(facts: "StatusFacts") -> StatusPart:
 
 def read_sent(places: NodePaths) -> Mapping[str, int]:
     """Return the bytes of each key that went to other nodes, as far as that is known."""
-    served = stats.find_upload_counts(places.peer)
+    served = upload_counts.find_upload_counts(places.peer)
     return served.keys if served else {}
 
 

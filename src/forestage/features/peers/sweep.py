@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from forestage.cache import evict
-from forestage.features.peers import node_list, notices
+from forestage.features.peers import node_list, wrong_data_notices
 from forestage.system import lock
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ def with_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     What jobs hold stays until the next sweep, and so does its notice. Raises Failed, OSError.
     """
     node, me = facts.node, facts.slurm.node
-    keys = [*notices.list_keys_with_notices(node.places)]
-    found = [key for key in keys if notices.has_wrong_chunks(node.places, node.cache, key, me)]
+    keys = [*wrong_data_notices.list_keys_with_notices(node.places)]
+    found = [
+        key for key in keys if wrong_data_notices.has_wrong_chunks(node.places, node.cache, key, me)
+    ]
     if facts.dry_run:
         return {"evicted": tuple(found)}
     evicted = evict.evict_keys(node.cache, node.leases, found) if found else ()

@@ -12,10 +12,16 @@ from forestage.config import Config, ServiceAddress
 from forestage.errors import Failed, ForestageError, SlurmError
 from forestage.features.contexts import CheckFacts
 from forestage.features.peers import activation, auth
-from forestage.features.prefetch import expected, marks, prefetch_host, prefetch_node, slurm_queries
-from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch import (
+    expected_list,
+    prefetch_host,
+    prefetch_node,
+    prefetch_record,
+    slurm_queries,
+)
+from forestage.features.prefetch.expected_list import ExpectedImageList
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.terminal import format_age
 
 LATE = 300.0  # seconds without a new list, of a timer that runs each minute
@@ -70,7 +76,9 @@ def _find_host_problems(
             "Images of the others are not expected anywhere",
             "run it as root on a host where root sees all jobs (PrivateData, AuthAltTypes)",
         )
-    yield from _find_old_list(expected.find_list(places), clock.wall(), "journalctl -u forestage")
+    yield from _find_old_list(
+        expected_list.find_list(places), clock.wall(), "journalctl -u forestage"
+    )
 
 
 def _find_node_problems(
@@ -79,7 +87,7 @@ def _find_node_problems(
     host = at.host
     yield f"prefetch.host {host}"
     try:
-        told = expected.fetch_list(at, auth.make_authenticator(config.peers.key_file, places))
+        told = expected_list.fetch_list(at, auth.make_authenticator(config.peers.key_file, places))
     except (ForestageError, OSError) as error:
         yield CheckFinding(
             "prefetch-host",
@@ -95,12 +103,12 @@ def _find_node_problems(
             "prefetch-clock",
             "warning",
             f"the clock of {host} is {format_age(told.made - now)} ahead of this node's",
-            f"A list counts only up to {expected.MAX_CLOCK_AHEAD:.0f} s ahead;"
+            f"A list counts only up to {expected_list.MAX_CLOCK_AHEAD:.0f} s ahead;"
             " munge has limits too",
             "set both clocks (chrony)",
         )
     yield from _find_old_list(told, now, f"journalctl -u forestage on {host}")
-    known = marks.read_record(places)
+    known = prefetch_record.read_record(places)
     if known.idle == prefetch_node.BUSY and not known.looks:
         yield CheckFinding(
             "prefetch-bandwidth",
@@ -121,6 +129,6 @@ def _find_old_list(
         "prefetch-old",
         "warning",
         f"{what}, or the clocks differ" if listed else what,
-        f"A list counts for {expected.LIST_LASTS / 60:.0f} minutes; then nothing is copied",
+        f"A list counts for {expected_list.LIST_LASTS / 60:.0f} minutes; then nothing is copied",
         where,
     )

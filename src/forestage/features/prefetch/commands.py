@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import as_json, print_result
+from forestage.commands.command_context import as_json, print_result
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 
 @click.command()
@@ -27,9 +27,9 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
     """
     from forestage.errors import ConfigError, ConfigProblem
     from forestage.features.peers import auth
-    from forestage.features.prefetch import expected, prefetch_host, prefetch_node
-    from forestage.features.prepare.stage import decide_redirect
-    from forestage.slurm.queue import SlurmClient
+    from forestage.features.prefetch import expected_list, prefetch_host, prefetch_node
+    from forestage.features.prepare.stage_images import decide_redirect
+    from forestage.slurm.slurm_client import SlurmClient
     from forestage.system import folders, lock
 
     if os.geteuid() != 0:
@@ -48,7 +48,9 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
                 return
             here = decide_redirect(here, os.environ.get("SLURM_CONF", ""))
             ask = partial(
-                expected.fetch_list, host, auth.make_authenticator(peers.key_file, world.places)
+                expected_list.fetch_list,
+                host,
+                auth.make_authenticator(peers.key_file, world.places),
             )
             done = prefetch_node.run_node_pass(here, slurm, ask, dry_run)
             print_result(done, prefetch_node.format_output(done), as_json)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from forestage.events import WHOLE_RESULTS, CopyOutcome, RequestOutcome, saved
+from forestage.events import WHOLE_RESULTS, CopyOutcome, RequestOutcome, saved_time
 from forestage.features.contexts import ExplainPart
 from forestage.system.terminal import format_local_time
 from forestage.units import format_rough_duration, format_size
@@ -40,7 +40,7 @@ def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
         took = format_rough_duration(copy.copying) or "less than 0.1s"
         since = format_local_time(copy.expected)
         told = f"expected since {since}: copied before the job began, in {took}"
-        yield f"{told}{_format_saving(saved.find_saved_seconds(outcome) or 0.0)}"
+        yield f"{told}{_format_saving(saved_time.find_saved_seconds(outcome) or 0.0)}"
 
 
 def _format_saving(seconds: float) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
-from forestage.events.log import ByteOrigin
+from forestage.events.event_log import ByteOrigin
 from forestage.features.contexts import MetricFamily, MetricsPart
-from forestage.features.prefetch.prefetched import PrefetchState
+from forestage.features.prefetch.prefetch_state import PrefetchState
 
 if TYPE_CHECKING:
     from forestage.features.contexts import MetricsFacts

@@ -13,22 +13,22 @@ import msgspec
 
 from forestage.clock import Clock
 from forestage.config import Config, ServiceAddress, parse_address
-from forestage.features.prefetch import expected, policy, queue, slurm_queries
-from forestage.features.prefetch.expected import ExpectedImageList
+from forestage.features.prefetch import expected_list, policy, queue_lines, slurm_queries
+from forestage.features.prefetch.expected_list import ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration
 
-MAX_ROWS_OF_USER = expected.MAX_ROWS // 4  # rows of a list
+MAX_ROWS_OF_USER = expected_list.MAX_ROWS // 4  # rows of a list
 MIN_STARTS = 0.01  # expected starts of a row that is worth telling
 
 
 class PrefetchHostPass(msgspec.Struct, frozen=True):
     """What one pass found: jobs that count, `others` by reason; `told`: the list was written.
 
-    `tasks` as in features/prefetch/queue.
+    `tasks` as in features/prefetch/queue_lines.
     """
 
     jobs: int
@@ -58,21 +58,21 @@ def run_host_pass(
     nonce = secrets.token_hex(16)
     partitions = slurm_queries.query_partitions(slurm)
     listing = slurm_queries.query_pending_jobs(slurm, nonce)
-    found = queue.parse_queue(listing, nonce, clock.wall())
+    found = queue_lines.parse_queue(listing, nonce, clock.wall())
     now = clock.wall()
     sizes = {name: number for name, (number, _) in partitions.items()}
     rows = limit_rows(policy.compute_expected_starts(found.pending, sizes))
     listed = ExpectedImageList(
-        sequence=expected.next_sequence(expected.find_list(places), now),
+        sequence=expected_list.next_sequence(expected_list.find_list(places), now),
         made=now,
-        expires=now + expected.LIST_LASTS,
+        expires=now + expected_list.LIST_LASTS,
         partitions=select_partitions(
             rows, {name: nodes for name, (_, nodes) in partitions.items()}
         ),
         rows=rows,
     )
     if not dry_run:
-        expected.write_list(places, listed)
+        expected_list.write_list(places, listed)
     took = round(clock.monotonic() - start, 3)
     return PrefetchHostPass(
         len(found.pending), found.others, listed, not dry_run, took, found.tasks
@@ -85,7 +85,7 @@ def limit_rows(rows: Iterable[ExpectedStarts]) -> tuple[ExpectedStarts, ...]:
     found: list[ExpectedStarts] = []
     for row in rows:
         if (
-            len(found) < expected.MAX_ROWS
+            len(found) < expected_list.MAX_ROWS
             and row.starts >= MIN_STARTS
             and own[row.user] < MAX_ROWS_OF_USER
         ):

@@ -3,7 +3,8 @@
 It is what `forestage stage` does, for other users: each image is opened as the user whose jobs name
 it, with all rules that hold for jobs. Nothing holds a lease. Nobody reads a refusal but who asks
 with a dry run. Where another job needs the queue's place, the disk or the image itself, the copy
-ends or gives way (stage/queue.py), and nothing that a job has used lately goes for it (policy.py).
+ends or gives way (stage/copy_queue.py), and nothing that a job has used lately goes for it
+(policy.py).
 """
 
 import contextlib
@@ -19,15 +20,15 @@ from forestage.cache.node import Node
 from forestage.clock import Deadline
 from forestage.errors import Declined, ForestageError
 from forestage.events import CopyOutcome
-from forestage.features.prefetch import expected, marks, policy
-from forestage.features.prefetch.expected import ExpectedImageList
-from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
+from forestage.features.prefetch import expected_list, policy, prefetch_record
+from forestage.features.prefetch.expected_list import ExpectedImageList
 from forestage.features.prefetch.policy import HeldCopy, WantedImage
-from forestage.features.prepare import stage
+from forestage.features.prefetch.prefetch_record import ImageInspection, PrefetchRecord
+from forestage.features.prepare import stage_images
 from forestage.slurm import nodelist
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.sources import opening
-from forestage.stage import queue
+from forestage.stage import copy_queue
 from forestage.system import as_user, lock
 from forestage.system.as_user import User
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
@@ -71,7 +72,7 @@ def run_node_pass(
     listed, silent = fetch_or_keep_list(node, ask, dry_run)
     idle = _explain_idle(node, slurm) if listed else "there is no list"
     if not dry_run:
-        marks.record_pass(node.places, silent, idle)
+        prefetch_record.record_pass(node.places, silent, idle)
     if listed is None:
         return PrefetchNodePass(dry_run, silent, idle)
     done = PrefetchNodePass(dry_run, silent, idle, expires=listed.expires)
@@ -89,33 +90,35 @@ def fetch_or_keep_list(
 ) -> tuple[ExpectedImageList | None, str]:
     """The list that counts now, and why the host gave no newer one. Raises OSError."""
     now, silent = node.clock.wall(), ""
-    known = expected.find_list(node.places)
+    known = expected_list.find_list(node.places)
     try:
         told = ask()
-        silent = expected.explain_list_refusal(told, known, now)
+        silent = expected_list.explain_list_refusal(told, known, now)
         if not silent:
             if not dry_run:
-                expected.write_list(node.places, told)
+                expected_list.write_list(node.places, told)
             return told, ""
     except (ForestageError, OSError) as error:
         silent = make_printable(str(error))
-    return (known if known is not None and expected.is_valid(known, now) else None), silent
+    return (known if known is not None and expected_list.is_valid(known, now) else None), silent
 
 
 def _explain_idle(node: Node, slurm: SlurmClient) -> str:
     """Why nothing may be copied now; "" where something may."""
     try:
-        stage.check_usable(node)
+        stage_images.check_usable(node)
     except Declined as declined:
         return make_printable(str(declined))
     if node.config.prefetch.bandwidth is None and has_jobs(node, slurm):
         return BUSY
-    return COPYING if any(queue.list_requested_copies(node)) else ""
+    return COPYING if any(copy_queue.list_requested_copies(node)) else ""
 
 
 def has_jobs(node: Node, slurm: SlurmClient) -> bool:
     """Whether jobs run here, as far as that can be seen without asking Slurm."""
-    return queue.has_job_begun_recently(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
+    return (
+        copy_queue.has_job_begun_recently(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
+    )
 
 
 def select_wanted_images(
@@ -137,7 +140,7 @@ def select_wanted_images(
 
 
 class _NodePassRun:
-    """One pass at work: `marks` grow, and are written as they do."""
+    """One pass at work: `prefetch_record` grow, and are written as they do."""
 
     def __init__(
         self, node: Node, slurm: SlurmClient, listed: ExpectedImageList, dry_run: bool, now: float
@@ -149,7 +152,7 @@ class _NodePassRun:
         self.images = select_wanted_images(listed, slurm.node)
         self.made = listed.made
         named = [(image, user) for image, users in self.images.items() for user, _ in users]
-        self.marks = marks.read_record(node.places).naming(named, now)
+        self.marks = prefetch_record.read_record(node.places).naming(named, now)
         self.states: dict[str, str] = {}
 
     def look(self) -> None:
@@ -159,7 +162,7 @@ class _NodePassRun:
         for image, users in by_starts:
             for user, _ in users:
                 known = self.marks.look(image, user)
-                if marks.is_inspection_due(known, self.now) and left:
+                if prefetch_record.is_inspection_due(known, self.now) and left:
                     left -= 1
                     before = known or ImageInspection(image, user, self.now, self.made)
                     known = inspect_image(self.node, before, self.now)
@@ -218,13 +221,15 @@ class _NodePassRun:
     def copy(self) -> None:
         """Begins to copy the image that the policy names; its copy goes on by itself."""
         if any(
-            one.expected for one in queue.list_live_copies(self.node)
+            one.expected for one in copy_queue.list_live_copies(self.node)
         ):  # none that stalls is there
             return
         for _ in self.images:  # what was replaced a moment ago is chosen anew
             held, room = self.room()
             tried = {
-                one.key for one in self.marks.looks if one.tries >= marks.MAX_TRIES or one.begun
+                one.key
+                for one in self.marks.looks
+                if one.tries >= prefetch_record.MAX_TRIES or one.begun
             }
             wanted = {
                 key: one for key, one in self.wanted().items() if key in held or key not in tried
@@ -262,7 +267,7 @@ class _NodePassRun:
             in_use = one.key in leased
             new, stays = one.is_unused and not in_use, one.pinned or in_use
             found[one.key] = HeldCopy(one.bytes, one.used, one.user or 0, new, stays)
-        for copy in queue.list_live_copies(self.node):
+        for copy in copy_queue.list_live_copies(self.node):
             size = cache.part(copy.key).allocated()
             found[copy.key] = HeldCopy(size, self.now, copy.uid, copy.expected, stays=True)
         # Above the low watermark, the Epilog would evict it again.
@@ -273,12 +278,12 @@ class _NodePassRun:
         found = self._opened(image)
         assert found is not None
         node = self.node.configured(bandwidth=_limit_bandwidth(self.node))
-        job = stage.make_placeholder_job(read_user(found.user), self.slurm.node)
+        job = stage_images.make_placeholder_job(read_user(found.user), self.slurm.node)
         job = msgspec.structs.replace(job, expected=found.since, stay=stay)
         # To the millisecond, as the event has it that tells the end.
         begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
         self._keep(self.marks.with_look(begun))
-        (done,) = stage.copy_images(node, job, [image], 0.0, lambda _: None).images
+        (done,) = stage_images.copy_images(node, job, [image], 0.0, lambda _: None).images
         self.states[image] = done.result
         if not done.is_here and done.result != "copying":
             # There is no copy of which `settle` would find the end.
@@ -294,7 +299,7 @@ class _NodePassRun:
 
     def _keep(self, found: PrefetchRecord) -> None:
         if found != self.marks and not self.dry_run:
-            marks.write_record(self.node.places, found)
+            prefetch_record.write_record(self.node.places, found)
         self.marks = found
 
     def decisions(self) -> Iterator[PrefetchDecision]:
@@ -307,7 +312,7 @@ class _NodePassRun:
             if found is not None:
                 state = "copying" if found.begun else "not expected enough, or no room"
                 state = "here" if found.key in here else state
-                if found.key not in here and found.tries >= marks.MAX_TRIES:
+                if found.key not in here and found.tries >= prefetch_record.MAX_TRIES:
                     state, why = "refused", f"copied {found.tries} times, and no job used it"
             elif last is not None:
                 state, why = "refused", last.why

@@ -3,13 +3,13 @@
 import re
 
 from forestage.errors import SlurmError
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 
 MAX_BYTES = 64 << 20  # that squeue may write about all jobs that wait
 
 
 def query_pending_jobs(slurm: SlurmClient, nonce: str) -> str:
-    """Return what squeue lists of all jobs that wait, the next one first, for `queue.parse`.
+    """Return what squeue lists of all jobs that wait, the next one first, for `queue.parse_queue`.
 
     What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile: it
     is in a variable, as who lists processes sees the command line. Raises SlurmError, Failed.

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from forestage.features.contexts import StatusPart
-from forestage.features.prefetch import prefetched
+from forestage.features.prefetch import prefetch_state
 
 if TYPE_CHECKING:
     from forestage.features.contexts import StatusFacts
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 def read_status(facts: "StatusFacts") -> StatusPart:
     """Return what pending jobs have the node expect, None if it asks for none. Raises OSError."""
-    found = prefetched.find_prefetch_state(facts.node.places, facts.items, facts.now)
-    rows = tuple(prefetched.format_rows(found, facts.now)) if found else ()
+    found = prefetch_state.find_prefetch_state(facts.node.places, facts.items, facts.now)
+    rows = tuple(prefetch_state.format_rows(found, facts.now)) if found else ()
     return StatusPart({"prefetched": found}, after="stopped", rows=rows)

@@ -11,7 +11,7 @@ from forestage.features.prefetch import prefetch_host
 if TYPE_CHECKING:
     from forestage.config import Config
     from forestage.features.contexts import TendFacts
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
 
 
 def each_minute(facts: TendFacts) -> Iterator[TendPart]:

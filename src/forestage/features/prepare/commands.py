@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import (
+from forestage.commands.command_context import (
     ExitStatus,
     as_json,
     parse_duration_option,
@@ -17,7 +17,7 @@ from forestage.commands.world import (
 from forestage.features.doors import COMMANDS_IMPORT_REFERENCE, load_doors
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
 
 force = click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 
@@ -81,7 +81,7 @@ def warm(
     import secrets
 
     from forestage.features.prepare import warm as work
-    from forestage.slurm.queue import SlurmClient
+    from forestage.slurm.slurm_client import SlurmClient
     from forestage.system import terminal as screen
 
     if len(images) > work.MAX_IMAGES:
@@ -133,15 +133,15 @@ def stage(
     `warm_at_boot:` in the configuration. Ends with status 1 if one is not here; a copy that is
     under way then goes on.
     """
-    from forestage.commands import sources
-    from forestage.features.prepare import stage as work
-    from forestage.slurm.queue import read_own_node_name
+    from forestage.commands import entry_sources
+    from forestage.features.prepare import stage_images as work
+    from forestage.slurm.slurm_client import read_own_node_name
     from forestage.system import terminal as screen
 
     if os.geteuid() != 0:  # else the cache is said to be nobody's, and to be removed
         raise PermissionError(errno.EPERM, "the cache is root's")
     try:
-        who = work.read_user(user) if user else sources.invoking_user()
+        who = work.read_user(user) if user else entry_sources.invoking_user()
     except KeyError:
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
     node = work.decide_redirect(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))

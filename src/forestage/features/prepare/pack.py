@@ -20,7 +20,7 @@ from forestage.clock import Clock
 from forestage.errors import Failed
 from forestage.features.prepare import hints
 from forestage.features.prepare.publish import MakeImageError, create_striped, replace_when_whole
-from forestage.system import child, mksquashfs, run
+from forestage.system import forked_child, mksquashfs, run
 from forestage.system.run import ProcessResult
 from forestage.system.striping import StripeLayout
 from forestage.system.terminal import NamedValues, OutputBlock, TextLine
@@ -73,8 +73,8 @@ def list_limit_options(root: Path) -> tuple[str, ...]:
 
     `root` is where /proc and /sys are. Raises Failed.
     """
-    processors = ("-processors", str(child.count_own_processors()))
-    memory = child.find_own_memory_limit(root)
+    processors = ("-processors", str(forked_child.count_own_processors()))
+    memory = forked_child.find_own_memory_limit(root)
     if memory is None:
         return processors
     version = run.run_program(["mksquashfs", "-version"], timeout=VERSION_S).out

@@ -26,7 +26,7 @@ from forestage.errors import NotFoundError, SlurmError
 from forestage.features.prepare.job_images import ImageResult
 from forestage.features.prepare.warm_node import WarmNodeReport
 from forestage.slurm.hints import MAX_HINTED
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.run import ProcessResult
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
 from forestage.units import format_duration

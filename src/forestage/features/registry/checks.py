@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from forestage import events
-from forestage.check import settings as of_settings
+from forestage.check import config_findings as of_settings
 from forestage.check.finding import CheckFinding
-from forestage.check.site import StackPlugin
+from forestage.check.slurm_site import StackPlugin
 from forestage.config import Config
 from forestage.errors import Declined, Failed
 from forestage.events import RequestOutcome

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from forestage.commands.world import ExitStatus, FullSummaryGroup, as_json, print_result
+from forestage.commands.command_context import ExitStatus, FullSummaryGroup, as_json, print_result
 
 if TYPE_CHECKING:
-    from forestage.commands.world import CommandContext
+    from forestage.commands.command_context import CommandContext
     from forestage.config import Config
 
 
@@ -18,7 +18,7 @@ def import_reference(world: "CommandContext", reference: str) -> str:
 
     Raises Declined, NotFoundError.
     """
-    from forestage.features.registry import store_by_hand as work
+    from forestage.features.registry import store_commands as work
 
     return work.import_into_store(_config(world), reference, os.environ, _host(), _say)
 
@@ -28,7 +28,7 @@ def _config(world: "CommandContext") -> "Config":
 
 
 def _host() -> str:
-    from forestage.slurm.queue import read_own_node_name
+    from forestage.slurm.slurm_client import read_own_node_name
 
     return read_own_node_name(os.environ)
 
@@ -54,7 +54,7 @@ def get(world: "CommandContext", uri: str) -> None:
     where enroot has tried to import it, and failed.
     """
     from forestage.errors import Declined
-    from forestage.features.registry import store_by_hand as work
+    from forestage.features.registry import store_commands as work
 
     try:
         click.echo(work.obtain_for_step(_config(world), uri, os.environ, _host(), _say))
@@ -85,7 +85,7 @@ def import_image(world: "CommandContext", reference: str, as_json: bool) -> None
 @click.pass_obj
 def list_store(world: "CommandContext", as_json: bool) -> None:
     """List the images in the store, last used first: your own; as root, everybody's."""
-    from forestage.features.registry import store_by_hand as work
+    from forestage.features.registry import store_commands as work
 
     store = _config(world).registry.store
     rows = work.list_stored_images(Path(store)) if store else []
@@ -101,7 +101,7 @@ def gc(ctx: click.Context, dry_run: bool, as_json: bool) -> None:
 
     Your own; as root everybody's, as each of them. See `registry:` in forestage.yaml(5).
     """
-    from forestage.features.registry import store_by_hand as work
+    from forestage.features.registry import store_commands as work
 
     done = work.collect_store(_config(ctx.obj), dry_run)
     print_result(done, work.format_results(done, dry_run), as_json)

@@ -21,15 +21,15 @@ import msgspec
 
 from forestage.clock import Deadline
 from forestage.errors import Declined
-from forestage.features.registry import answers, credentials
-from forestage.features.registry.answers import (
+from forestage.features.registry import credentials, registry_replies
+from forestage.features.registry.environment import EnrootSettings
+from forestage.features.registry.reference import ImageReference
+from forestage.features.registry.registry_replies import (
     AuthChallenge,
     RegistryDeclined,
     RegistryReply,
     UrlOrigin,
 )
-from forestage.features.registry.environment import EnrootSettings
-from forestage.features.registry.reference import ImageReference
 from forestage.system import run
 from forestage.units import make_printable
 
@@ -189,7 +189,7 @@ class _RegistryClient:
     def _hash(self, answer: RegistryReply) -> str:
         """The digest of a manifest that was sent as a whole."""
         found = f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
-        if not answers.is_manifest(answer.body):
+        if not registry_replies.is_manifest(answer.body):
             raise ValueError("no manifest")
         if answer.digest not in ("", found):
             raise ValueError(f"a manifest that is not {answer.digest}")
@@ -197,7 +197,7 @@ class _RegistryClient:
 
     def _prove(self, answer: RegistryReply, asked: UrlOrigin) -> _OriginAuthorization:
         """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
-        challenge = answers.find_challenge(answer)
+        challenge = registry_replies.find_challenge(answer)
         if challenge is None:
             raise self._error_for(answer)
         if challenge.scheme == "basic":
@@ -208,7 +208,7 @@ class _RegistryClient:
         return _OriginAuthorization(asked, f"Bearer {self._token(challenge)}")
 
     def _token(self, challenge: AuthChallenge) -> str:
-        url = answers.make_token_url(challenge)
+        url = registry_replies.make_token_url(challenge)
         realm = self._must_be_allowed(url)
         login = self._login(realm.host)
         self._server = realm.host
@@ -216,7 +216,7 @@ class _RegistryClient:
         answer, _ = self._send("GET", url, proof, TOKENS)
         if answer.status != 200:
             raise self._error_for(answer)
-        token = answers.parse_token(answer.body)
+        token = registry_replies.parse_token(answer.body)
         self._server = ""
         return token
 
@@ -256,7 +256,7 @@ class _RegistryClient:
     def _pause(self, answer: RegistryReply) -> None:
         """Waits as an answer 429 wants it. Raises RegistryDeclined where that is too long."""
         clock = self._deadline.clock
-        wanted = answers.parse_retry_after(answer, clock.wall())
+        wanted = registry_replies.parse_retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)
         if seconds > self._patience or seconds >= self._deadline.left():
             raise self.refused("registry-busy", "gets too many requests (429); try again later")
@@ -273,7 +273,7 @@ class _RegistryClient:
             if proof and proof.origin == asked:
                 headers.append(f"Authorization: {proof.value}")
             answer = self._ask(method, url, headers, most)
-            there = answers.find_redirect(answer, url)
+            there = registry_replies.find_redirect(answer, url)
             if not there:
                 return answer, asked
             url = there
@@ -281,7 +281,7 @@ class _RegistryClient:
 
     def _must_be_allowed(self, url: str) -> UrlOrigin:
         """Whom a URL speaks to. Raises ValueError for http, unless the user's enroot allows it."""
-        origin = answers.parse_origin(url)
+        origin = registry_replies.parse_origin(url)
         if origin.scheme != "https" and not self._settings.allow_http:
             raise ValueError(
                 f"a URL of http ({origin.host}), which ENROOT_ALLOW_HTTP does not allow"
@@ -305,7 +305,7 @@ class _RegistryClient:
         if ran.code:
             reason = "registry-odd" if ran.code in _ODD else "registry-silent"
             raise self.refused(reason, f"does not answer: {_curl_message(ran)}")
-        return answers.parse_reply(ran.out)
+        return registry_replies.parse_reply(ran.out)
 
 
 def _needs_get_request(answer: RegistryReply) -> bool:

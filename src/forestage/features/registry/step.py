@@ -10,7 +10,7 @@ from forestage.features.registry import prolog
 if TYPE_CHECKING:
     from forestage.features.contexts import BeforeLeaseFacts
     from forestage.slurm.job import Job
-    from forestage.slurm.lines import LineFields
+    from forestage.slurm.step_protocol import LineFields
 
 
 def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, LineFields]:

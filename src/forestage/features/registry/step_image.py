@@ -18,13 +18,17 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache import disk
+from forestage.cache import disk_probe
 from forestage.cache.node import Node
 from forestage.config import UserMessages
 from forestage.errors import Declined, Failed, ForestageError
 from forestage.events import UNSERVED_RESULTS, ImageArrival, RequestOutcome
 from forestage.features.registry import step_files, user_notes, worker
-from forestage.features.registry.messages import (
+from forestage.features.registry.step_files import PROCESS_NAME, StepImport
+from forestage.features.registry.user_notes import RefusalNote
+from forestage.features.registry.waiting_tasks import ALL_TASKS_ENDED, WaitingTasks
+from forestage.features.registry.worker import RegistryWorker
+from forestage.features.registry.worker_messages import (
     DigestResolved,
     ImageReady,
     ImportOrder,
@@ -33,17 +37,13 @@ from forestage.features.registry.messages import (
     ImportUnderWay,
     WorkerMessage,
 )
-from forestage.features.registry.step_files import PROCESS_NAME, StepImport
-from forestage.features.registry.user_notes import RefusalNote
-from forestage.features.registry.waiting import ALL_TASKS_ENDED, WaitingTasks
-from forestage.features.registry.worker import RegistryWorker
-from forestage.hooks import answers, bare_name, leases, serve, step, user_messages
-from forestage.hooks.answers import RequestResult
+from forestage.hooks import bare_name, leases, request_results, serve, step, user_messages
+from forestage.hooks.request_results import RequestResult
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, LineFields
-from forestage.system import child, folders, holder, processes, run
-from forestage.system.holder import DaemonSpec, StartChannel, StartReport
+from forestage.slurm.step_protocol import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, LineFields
+from forestage.system import daemon, folders, forked_child, processes, run
+from forestage.system.daemon import DaemonSpec, StartChannel, StartReport
 from forestage.system.processes import ProcessIdentity
 from forestage.units import is_number, make_printable
 
@@ -89,7 +89,9 @@ def start_import_process(
     node: Node, job: Job, asked: RegistryRequest, report: Report
 ) -> LineFields:
     """Returns the fields that tell the companion where the answer will be. Raises Declined."""
-    disk.check_writable(node.places, node.cache)  # the tasks would wait for a process that hangs
+    disk_probe.check_writable(
+        node.places, node.cache
+    )  # the tasks would wait for a process that hangs
     folders.ensure_directory_with_mode(node.places.images, folders.PASSABLE)
     # The job's Epilog has work by this, though the job may have no lease yet (hooks/boundary.py).
     (node.places.images / f"{job.id}.asked").touch()
@@ -99,8 +101,8 @@ def start_import_process(
     about = f"step job={job.id} step={job.step}"
     work = partial(_serve_step, node, job, asked, report, path, manager)
     # In the step's cgroups: what it starts is to end with the step.
-    with holder.start_daemon(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
-        channel.await_ready(holder.START, "helper")
+    with daemon.start_daemon(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
+        channel.await_ready(daemon.START, "helper")
     return "later", str(path)
 
 
@@ -125,14 +127,14 @@ def _serve_step(
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.JobMessageWriter(node, job, tasks.speak)(line)
         _record_refusal(node, job, answer.outcome)
-        tasks.say("env", RESULT, answers.choose_result_variable(answer.outcome))
+        tasks.say("env", RESULT, request_results.choose_result_variable(answer.outcome))
         tasks.say(*_format_reply_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:
             _release_after_job(node, job, answer)
         while not tasks.have_gone:
             tasks.wait(-1)
-            child.reap_ended_children()  # a copy that was started here may have ended
+            forked_child.reap_ended_children()  # a copy that was started here may have ended
 
 
 def _record_refusal(node: Node, job: Job, outcome: RequestOutcome) -> None:
@@ -163,7 +165,7 @@ def _import_and_stage(
         why = (
             bare_name.find_bare_name_refusal(job, asked.request, bare_name.LOOKUP_TIMEOUT) or error
         )
-        answer = RequestResult(answers.make_error_outcome(asked.request, why))
+        answer = RequestResult(request_results.make_error_outcome(asked.request, why))
         origin = {"came": "enroot"}
     return answer.saying(
         request=make_printable(asked.request.path),
@@ -263,24 +265,24 @@ def _wait_for_task_cgroups(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
     """
     if not job.manager:
         return run.stay_in_cgroups
-    while child.find_task_cgroups(job.manager) is None:
+    while forked_child.find_task_cgroups(job.manager) is None:
         if tasks.have_gone:
             raise Declined("stopped", ALL_TASKS_ENDED)
         tasks.wait(-1)
-    return partial(child.enter_task_cgroups, job.manager, without="freezer")
+    return partial(forked_child.enter_task_cgroups, job.manager, without="freezer")
 
 
 @contextlib.contextmanager
 def _clean_up_cgroups(job: Job, tasks: WaitingTasks) -> Iterator[None]:
     """Removes the step's cgroups that Slurm could not, as the worker was in them until now."""
-    found = child.find_task_cgroups(job.manager) if job.manager else None
+    found = forked_child.find_task_cgroups(job.manager) if job.manager else None
     try:
         yield
     finally:
         if found and not Path(f"/proc/{job.manager}").exists():
             # With the job's only where no step comes any more: Slurm makes both, one by one.
             kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
-            child.remove_empty_cgroups((one.parent for one in found), kinds)
+            forked_child.remove_empty_cgroups((one.parent for one in found), kinds)
 
 
 def _format_progress(request: Request, word: ImportProgress | ImportUnderWay) -> str:

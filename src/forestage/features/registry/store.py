@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from forestage.cache.image import HEAD, is_squashfs, parse_squashfs_size
+from forestage.cache.source_image import HEAD, is_squashfs, parse_squashfs_size
 from forestage.clock import Clock, Deadline
 from forestage.errors import DISK_FULL_ERRNOS, Declined
 from forestage.features.registry import store_age

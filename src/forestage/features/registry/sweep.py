@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from forestage.features.registry import step_files, store_by_hand
-from forestage.features.registry.collect import CollectionResult
+from forestage.features.registry import step_files, store_commands
+from forestage.features.registry.store_collection import CollectionResult
 
 if TYPE_CHECKING:
     from forestage.commands.sweep import SweepReport
@@ -27,7 +27,9 @@ def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     node = facts.node
     if facts.dry_run:
         return {}
-    return {"collected": (*store_by_hand.collect_some_users(node.config, node.places, node.clock),)}
+    return {
+        "collected": (*store_commands.collect_some_users(node.config, node.places, node.clock),)
+    }
 
 
 def fields() -> Mapping[str, str]:
@@ -38,4 +40,4 @@ def fields() -> Mapping[str, str]:
 def lines(report: SweepReport) -> list[str]:
     """Return a line for each user whose directory in the store changed. Pure."""
     done = [one for one in report.added.get("collected", ()) if isinstance(one, CollectionResult)]
-    return [f"store of {text}" for text in store_by_hand.format_result_lines(done, report.dry_run)]
+    return [f"store of {text}" for text in store_commands.format_result_lines(done, report.dry_run)]

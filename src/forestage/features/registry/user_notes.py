@@ -5,7 +5,7 @@
     /run/forestage/images/JOB.STEP.refused    why a registry gave a step no digest
 
 A step that the store failed has its image imported for itself alone
-(features/registry/store_by_hand.obtain_for_step), and the
+(features/registry/store_commands.obtain_for_step), and the
 next ones, too, until the store has more room or FULL_SECONDS are over. The importer of a step that
 a registry refused does not ask again.
 """

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from forestage.features.registry import messages
-from forestage.features.registry.messages import (
+from forestage.features.registry import worker_messages
+from forestage.features.registry.parent_pipe import GRACE
+from forestage.features.registry.worker_messages import (
     ImageReady,
     ImportOrder,
     ImportRefused,
     WorkerMessage,
     WorkerProtocolError,
 )
-from forestage.features.registry.worker_pipe import GRACE
 from forestage.system import run
 from forestage.system.as_user import User
 
@@ -56,7 +56,7 @@ class RegistryWorker:
         found: list[WorkerMessage] = []
         try:
             for line in self._lines():
-                found.append(messages.decode_message(line))
+                found.append(worker_messages.decode_message(line))
                 if isinstance(found[-1], ImageReady | ImportRefused):
                     self.ended = True
                     break
@@ -90,7 +90,7 @@ class RegistryWorker:
                 raise WorkerProtocolError("it ended without an answer")
         self._bytes += len(data)
         *lines, self._read = (self._read + data).split(b"\n")
-        if self._bytes > MOST or len(self._read) >= messages.MAX_LINE_BYTES:
+        if self._bytes > MOST or len(self._read) >= worker_messages.MAX_LINE_BYTES:
             raise WorkerProtocolError("it says more than any worker has to say")
         return [line + b"\n" for line in lines]
 
@@ -115,6 +115,6 @@ def start_worker(
     `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
     """
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
-    argv = (sys.executable, "-I", "-m", MODULE, messages.encode_order(order))
+    argv = (sys.executable, "-I", "-m", MODULE, worker_messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
     return RegistryWorker(run.start_piped_program(user, argv, given, enter))

@@ -5,8 +5,8 @@
     order -> environment -> reference -> digest (the job's record, or resolved)    says Resolved
           -> in the store, or imported by one worker for all (obtain.py)           says Present
 
-Words are lines of JSON on stdout (messages.py); what goes wrong is the last of them, Refused. It
-ends, and has all end that it started, when its stdin ends: then nobody waits any more.
+Words are lines of JSON on stdout (worker_messages.py); what goes wrong is the last of them,
+Refused. It ends, and has all end that it started, when its stdin ends: then nobody waits any more.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from forestage.clock import Clock, Deadline
 from forestage.errors import Declined
-from forestage.features.registry import environment, messages, reference, resolve
-from forestage.features.registry.answers import RegistryDeclined
+from forestage.features.registry import environment, reference, resolve, worker_messages
 from forestage.features.registry.environment import EnrootSettings
-from forestage.features.registry.messages import (
+from forestage.features.registry.image_import import ImageImport, ImportTask
+from forestage.features.registry.parent_pipe import ParentGone, ParentPipe
+from forestage.features.registry.registry_replies import RegistryDeclined
+from forestage.features.registry.store import ImageStore
+from forestage.features.registry.worker_messages import (
     DigestResolved,
     ImageReady,
     ImportOrder,
     ImportRefused,
     WorkerProtocolError,
 )
-from forestage.features.registry.obtain import ImageImport, ImportTask
-from forestage.features.registry.store import ImageStore
-from forestage.features.registry.worker_pipe import ParentGone, ParentPipe
 
 SETTINGS = 60.0  # seconds for the evaluation of enroot's configuration
 RESOLVE = 120.0  # seconds for a registry
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     asker, clock, directory = ParentPipe(), Clock(), ""
     with contextlib.suppress(ParentGone):
         try:
-            order = messages.decode_order(argv[0])
+            order = worker_messages.decode_order(argv[0])
             directory = order.directory
             path = obtain_image(order, asker, clock)
             asker.say(ImageReady(os.fspath(path)))

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from forestage.events.ahead import PrefetchedBytes
+from forestage.events.prefetched_copies import PrefetchedBytes
 from forestage.features.report.logs import LogCounts
 from forestage.features.report.sums import (
     QUARTER,

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from forestage.events.reasons import collect_reasons
-from forestage.features.report import format as fmt
+from forestage.features.report import figure_format as fmt
 from forestage.features.report.figures import SavingsReport
 from forestage.units import format_size, make_printable
 

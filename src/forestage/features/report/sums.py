@@ -8,9 +8,9 @@ import math
 
 import msgspec
 
-from forestage.commands.tally import EventTally, JobStart
-from forestage.events import CopyOutcome, EventRecord, RequestOutcome, saved
-from forestage.events.ahead import PrefetchedBytes, UnusedCopies
+from forestage.commands.event_counters import EventTally, JobStart
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, saved_time
+from forestage.events.prefetched_copies import PrefetchedBytes, UnusedCopies
 
 QUARTER = 900  # seconds; the days of every time zone begin at a multiple
 EARLIEST = 1_577_836_800  # 2020 in seconds since the epoch: forestage has no older events
@@ -74,7 +74,7 @@ class TimeWindow(msgspec.Struct, frozen=True):
 class PeriodSums(msgspec.Struct):
     """Starts by kind, bytes, evicted entries and `seconds` waited, in a quarter of an hour or more.
 
-    The kinds are those of commands/tally.
+    The kinds are those of commands/event_counters.
     """
 
     hit: int = 0
@@ -116,8 +116,8 @@ class PeriodSums(msgspec.Struct):
 class GroupFigures(msgspec.Struct):
     """Figures of a user, a partition, a node or an image.
 
-    `saved` is in seconds, as `forestage explain` has it (events/saved), of the `measured` starts of
-    `local` ones from a copy; None where none was measured.
+    `saved_time` is in seconds, as `forestage explain` has it (events/saved_time), of the `measured`
+    starts of `local` ones from a copy; None where none was measured.
     """
 
     name: str
@@ -165,7 +165,7 @@ class NodeSums:
         self.waits = Distribution()
         self.events = 0  # of the report's time
         self.tally = EventTally()
-        self.from_copy = saved.StartTracker()
+        self.from_copy = saved_time.StartTracker()
         self.unused = UnusedCopies()
         self.reading: dict[str, list[float]] = {}  # by key, when steps began to read through
 
@@ -304,7 +304,7 @@ class ReportSums:
         node: NodeSums,
         slot: PeriodSums,
     ) -> None:
-        found = saved.find_saved_seconds(outcome) if is_local else None
+        found = saved_time.find_saved_seconds(outcome) if is_local else None
         user, partition = event.user or str(event.uid), event.partition or "-"
         groups = [self.total, node.figures]
         groups.append(self.users.setdefault(user, GroupFigures(user)))

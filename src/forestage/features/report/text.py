@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from forestage.features.report import format as fmt
+from forestage.features.report import figure_format as fmt
 from forestage.features.report.figures import SavingsReport
 from forestage.features.report.sums import GroupFigures, NodeFigures
 from forestage.system.terminal import NamedValues, OutputBlock, TextLine, TextTable

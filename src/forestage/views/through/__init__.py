@@ -6,5 +6,5 @@
     reads      which of the two answers a read, and when
     memory     what outlives a server: requests that were received and not yet answered
 
-Hooks start keepers. The stager knows nothing of them but cache/readers.py.
+Hooks start keepers. The stager knows nothing of them but cache/arrival_map.py.
 """

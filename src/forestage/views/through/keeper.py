@@ -20,8 +20,8 @@ import msgspec
 from forestage import events, trace
 from forestage.errors import Declined
 from forestage.stage.task import CopyTask
-from forestage.system import child, folders, fuse, holder, lock, records
-from forestage.system.holder import OOM_EXEMPT, DaemonSpec, StartChannel, StartReport
+from forestage.system import daemon, folders, forked_child, fuse, lock, records
+from forestage.system.daemon import OOM_EXEMPT, DaemonSpec, StartChannel, StartReport
 
 MOST, MOST_OF_USER = 7, 4
 """Images of a node, and of one user on it, that are read through at once.
@@ -58,11 +58,13 @@ def start_keeper(task: CopyTask, wait: bool = True) -> Path:
     trace.reach_point("keeper place")
     if is_listening(spot / "sock"):
         return spot / "sock"
-    if child.is_in_job_namespace():  # others may come to read, and it would take them with it
+    if (
+        forked_child.is_in_job_namespace()
+    ):  # others may come to read, and it would take them with it
         raise Declined("no-through", "the step is in its job's own PID or user namespace")
     check_keeper_allowed(spot, task.opened.user.uid)
     about = f"keeper image={events.quote_field(task.image.path)}"
-    with holder.start_daemon(KEEPER, about, partial(_run_keeper, task, spot)) as channel:
+    with daemon.start_daemon(KEEPER, about, partial(_run_keeper, task, spot)) as channel:
         there = not wait or channel.await_ready(START, "no-through")
     if not there and not _wait_until_listening(spot / "sock"):
         raise Declined("no-through", "another keeper of it does not answer")

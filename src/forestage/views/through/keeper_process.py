@@ -1,7 +1,7 @@
 """A keeper at work: its mount, and /dev/fuse beneath it.
 
 It starts servers, each in place of one that died or hangs, and hands clones of the mount to tasks
-(system/holder.py).
+(system/daemon.py).
 
 A copy whose stager was killed gets another one, MOST_STAGERS in all: a job that reads through has
 no hook that would start it.
@@ -28,13 +28,13 @@ import forestage
 from forestage import events, log
 from forestage.errors import Declined
 from forestage.stage.task import CopyTask
-from forestage.system import child, fuse, holder, mounts
-from forestage.system.holder import StartChannel, StartReport, TaskConnections
-from forestage.views.through import keeper, server
+from forestage.system import daemon, forked_child, fuse, mounts
+from forestage.system.daemon import StartChannel, StartReport, TaskConnections
+from forestage.views.through import keeper, read_server
 from forestage.views.through.keeper import SERVER_NAME, KeeperState
-from forestage.views.through.local import LocalImage
-from forestage.views.through.memory import ReadThroughState, RequestJournal
-from forestage.views.through.server import ReadServer, ServedImage
+from forestage.views.through.local_image import LocalImage
+from forestage.views.through.read_server import ReadServer, ServedImage
+from forestage.views.through.server_memory import ReadThroughState, RequestJournal
 
 TURN = 0.25  # seconds between two looks at the server
 SILENT = 3.0  # seconds without a beat, after which a server is replaced
@@ -80,7 +80,7 @@ class Keeper:
         self.state = os.open(spot / "state", flags, 0o600)
         self._write_state()
         must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.guests = TaskConnections(holder.listen_for_clients(spot / "sock.new"), self._answer)
+        self.guests = TaskConnections(daemon.listen_for_clients(spot / "sock.new"), self._answer)
         self.line = os.open(fuse.DEVICE, os.O_RDWR)
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
@@ -100,7 +100,7 @@ class Keeper:
         self._start_server()
         pid = os.fork()
         if pid == 0:
-            child.run_and_exit(self._settle, partial(self._say_of_server, "probe"))
+            forked_child.run_and_exit(self._settle, partial(self._say_of_server, "probe"))
         end = time.monotonic() + keeper.START
         while not os.waitpid(pid, os.WNOHANG)[0]:
             self._reap()
@@ -159,10 +159,12 @@ class Keeper:
     # The server
 
     def _start_server(self) -> None:
-        memory = RequestJournal(server.RECEIVERS)
+        memory = RequestJournal(read_server.RECEIVERS)
         pid = os.fork()
         if pid == 0:
-            child.run_and_exit(partial(self._serve, memory), partial(self._say_of_server, "server"))
+            forked_child.run_and_exit(
+                partial(self._serve, memory), partial(self._say_of_server, "server")
+            )
         self.generations.append((pid, memory))
         self.well = time.monotonic()
 
@@ -170,7 +172,7 @@ class Keeper:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
-        child.close_descriptors_except({self.served.source, self.line})
+        forked_child.close_descriptors_except({self.served.source, self.line})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
         ReadServer(self.served, self.line, memory, self.common, earlier).run()
@@ -185,7 +187,7 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         probe = os.open(FILE, os.O_PATH)
         mounts.enter_namespace(self.namespace, self.root)
-        child.close_descriptors_except({self.served.source, probe})
+        forked_child.close_descriptors_except({self.served.source, probe})
         path = f"/proc/self/fd/{probe}"
         os.close(os.open(path, os.O_RDONLY))
         os.pread(self.served.source, 1, 0)  # what root may not read from here, a user must not lose
@@ -208,7 +210,7 @@ class Keeper:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     memory.end()
-                    over = over or os.waitstatus_to_exitcode(status) == server.GONE
+                    over = over or os.waitstatus_to_exitcode(status) == read_server.GONE
         return over
 
     def _look_after_server(self) -> None:
@@ -255,7 +257,7 @@ class Keeper:
         self.next_stager = now + STAGER_PAUSE
         self.starting = os.fork()
         if self.starting == 0:
-            child.run_and_exit(
+            forked_child.run_and_exit(
                 self._start_stager, lambda error: self._say_of_stager("failed", repr(error))
             )
 
@@ -264,7 +266,7 @@ class Keeper:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mounts.enter_namespace(self.namespace, self.root)
-        child.close_descriptors_except({self.task.opened.fd})
+        forked_child.close_descriptors_except({self.task.opened.fd})
         if (
             _read_program_stamp() != self.release
         ):  # what is there now does not go with what is loaded
@@ -283,7 +285,7 @@ class Keeper:
     # Tasks
 
     def _answer(self, task: socket.socket, asked: bytes) -> None:
-        holder.send_mount_clone(task, asked, FILE)
+        daemon.send_mount_clone(task, asked, FILE)
 
     def _let_go(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""

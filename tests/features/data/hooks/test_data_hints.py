@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from forestage.clock import Clock
-from forestage.hooks import limit
+from forestage.hooks import hook_deadlines
 from forestage.hooks.boundary import HookRun
 from helper import run_step, texts_for_user
 from node import Node, content
@@ -94,7 +94,7 @@ def test_step_with_default_configuration_waits_for_a_directory_only_with_stage_w
     spank: Node, monkeypatch: pytest.MonkeyPatch, wait: str, found: str
 ) -> None:
     """No copy ends before the step looks: its first MiB takes half a second."""
-    monkeypatch.setattr(limit, "SHORT_WAIT", 0.0)
+    monkeypatch.setattr(hook_deadlines, "SHORT_WAIT", 0.0)
     spank.configure(redirect="spank", cold=None, bandwidth="2M", threads=1)
     for number in range(3):
         spank.put(f"alice/set/{number}", content(number, 1 << 20))

@@ -14,8 +14,8 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import directory_record, job_dir
 from forestage.features.data import requests as data
-from forestage.hooks.limit import HookDeadlines
-from forestage.slurm.lines import LineFields
+from forestage.hooks.hook_deadlines import HookDeadlines
+from forestage.slurm.step_protocol import LineFields
 from jobdir import Dirs
 from node import ALICE, Node
 

@@ -19,14 +19,14 @@ import pytest
 
 import jobdir
 from forestage import trace
-from forestage.cache import allocation, unpacked
+from forestage.cache import allocation, unpack_space
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.commands import status, sweep
 from forestage.errors import Declined, Failed
 from forestage.features.data import job_dir, job_disk
 from forestage.features.data import requests as data
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.system import lock, loop, mounts
 from forestage.system.as_user import User
 from jobdir import MIB, Dirs, as_alice
@@ -244,7 +244,7 @@ def test_job_directory_is_declined_if_the_prologs_time_ends_at_the_lock(
 def test_disk_that_fills_up_during_the_allocation_declines_the_job_directory(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacked, "has_free_bytes", lambda *_: True)
+    monkeypatch.setattr(unpack_space, "has_free_bytes", lambda *_: True)
     subprocess.run(
         ["fallocate", "-l", str(free(dirs) - 64 * MIB), dirs.node.nvme / "x"], check=True
     )

@@ -17,8 +17,8 @@ import pytest
 
 import jobdir
 from forestage.errors import Declined
-from forestage.features.data import copy_in, fill
-from forestage.system import as_user, child
+from forestage.features.data import copy_in, job_dir_fill
+from forestage.system import as_user, forked_child
 from forestage.system.files import remove_tree
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, Node, until
@@ -264,9 +264,9 @@ def test_step_that_waits_for_a_job_directory_copy_reports_progress(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, heard = dirs.source / "gate", list[str]()
-    real = fill._choose_method
+    real = job_dir_fill._choose_method
 
-    def slow(order: fill._FillTask, source: int) -> fill._CopyMethod:
+    def slow(order: job_dir_fill._FillTask, source: int) -> job_dir_fill._CopyMethod:
         until(gate.exists, "the gate")
         return real(order, source)
 
@@ -276,7 +276,7 @@ def test_step_that_waits_for_a_job_directory_copy_reports_progress(
 
     (dirs.source / "plain").write_bytes(b"x")
     monkeypatch.setattr(as_user, "_IDLE", 0.01)
-    monkeypatch.setattr(fill, "_choose_method", slow)
+    monkeypatch.setattr(job_dir_fill, "_choose_method", slow)
     begun(dirs, f"{dirs.source}/plain@job")
     shown = dirs.step(7, progress=progress)
     assert [one.result for one in shown.outcomes] == ["copied"]
@@ -637,7 +637,7 @@ def test_copier_completes_after_its_waiting_step_was_killed(
 
     monkeypatch.setattr(copy_in, "copy_tree", slow)
     monkeypatch.setattr(
-        child, "close_descriptors_except", lambda keep: None
+        forked_child, "close_descriptors_except", lambda keep: None
     )  # the pipe is the test's
     step = _fork.Process(target=told, args=(dirs,))
     step.start()

@@ -15,8 +15,8 @@ import pytest
 import jobdir
 from forestage.errors import Declined
 from forestage.features.data import job_dir, job_disk, job_ram
-from forestage.system import child, lock, mounts
-from forestage.system.holder import fetch_mount_clone
+from forestage.system import forked_child, lock, mounts
+from forestage.system.daemon import fetch_mount_clone
 from jobdir import MIB, Dirs, as_alice
 from node import ALICE, BOB, Node, content, until
 
@@ -117,7 +117,7 @@ def test_concurrent_first_steps_start_one_holder_process_of_the_memory_directory
 def test_memory_directory_holder_gives_each_of_many_tasks_a_clone_of_the_mount(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forestage.system.holder.MOST", 2)
+    monkeypatch.setattr("forestage.system.daemon.MOST", 2)
     dirs.prolog(7, "stage-dir=32M,ram")
     name = Path(job_dir.prepare_mount_for_step(dirs.on, dirs.job(7, "")).line[1])
     for _ in range(50):
@@ -187,7 +187,7 @@ def test_memory_job_directory_larger_than_the_jobs_memory_limit_is_declined(
 ) -> None:
     dirs.prolog(7, "stage-dir=32M,ram")
     monkeypatch.setattr(
-        child, "read_job_memory_limit", lambda pid: limit if pid == os.getppid() else None
+        forked_child, "read_job_memory_limit", lambda pid: limit if pid == os.getppid() else None
     )
     if fits:
         assert dirs.step(7).outcomes == []
@@ -199,7 +199,7 @@ def test_memory_job_directory_larger_than_the_jobs_memory_limit_is_declined(
 def test_memory_job_directory_without_a_job_limit_may_have_half_of_the_available_memory(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "read_job_memory_limit", lambda pid: None)
+    monkeypatch.setattr(forked_child, "read_job_memory_limit", lambda pid: None)
     dirs.prolog(7, "stage-dir=1000000G,ram")
     assert "half of what this node has available" in why(dirs)
     monkeypatch.setattr(job_ram, "_read_available_bytes", lambda: 64 * MIB)
@@ -212,7 +212,7 @@ def test_memory_job_directory_without_a_job_limit_may_have_half_of_the_available
 def test_memory_job_directory_is_declined_for_a_step_in_the_jobs_pid_namespace(
     dirs: Dirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "is_in_job_namespace", lambda: True)
+    monkeypatch.setattr(forked_child, "is_in_job_namespace", lambda: True)
     dirs.prolog(7, "stage-dir=32M,ram")
     assert "PID or user namespace" in why(dirs)
     monkeypatch.undo()

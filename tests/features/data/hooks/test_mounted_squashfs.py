@@ -21,10 +21,10 @@ from forestage import log
 from forestage.clock import Clock
 from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import requests as data
-from forestage.features.data import serving
+from forestage.features.data import squashfs_server
 from forestage.hooks.boundary import HookRun
 from forestage.slurm.job import HOME_OPTION, Job
-from forestage.system import child, fuse, holder, mounts
+from forestage.system import daemon, forked_child, fuse, mounts
 from forestage.system.as_user import User
 from node import ALICE, BOB, Node, children_left, comm, content, until
 from through import Through
@@ -145,7 +145,7 @@ class Mounting:
         """The pids of the server, of the init beneath it, and of what serves beneath that."""
         found = {}
         for pid in children_left():
-            if comm(pid) == serving.PROCESS_NAME:
+            if comm(pid) == squashfs_server.PROCESS_NAME:
                 found["keeper"] = pid
                 for one in children(pid):
                     found["init"] = one
@@ -277,8 +277,8 @@ def test_squashfuse_has_an_oom_score_adj_of_0_whatever_its_parent_has(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any machine's root may have more, not all less.
-    mine = msgspec.structs.replace(serving.SERVER_SPEC, oom_score_adj=300)
-    monkeypatch.setattr(serving, "SERVER_SPEC", mine)
+    mine = msgspec.structs.replace(squashfs_server.SERVER_SPEC, oom_score_adj=300)
+    monkeypatch.setattr(squashfs_server, "SERVER_SPEC", mine)
     mounting.staged(1)
     mounting.show(mounting.socket(1))
     adjusted = [
@@ -291,14 +291,14 @@ def test_squashfuse_has_an_oom_score_adj_of_0_whatever_its_parent_has(
 def safest() -> str:
     """What root gets who asks for the least oom_score_adj: not all machines' root may have it."""
     adj = "/proc/self/oom_score_adj"
-    script = f"echo {holder.OOM_EXEMPT} >{adj} 2>&- || true; cat {adj}"
+    script = f"echo {daemon.OOM_EXEMPT} >{adj} 2>&- || true; cat {adj}"
     return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
 
 
 def test_task_outside_of_the_steps_cgroup_is_refused_a_mount(
     cgroup: Path, mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child.enter_task_cgroups, "__defaults__", ("", 0.1))
+    monkeypatch.setattr(forked_child.enter_task_cgroups, "__defaults__", ("", 0.1))
     mounting.staged(1)
     (cgroup / "cgroup.procs").write_text(str(mounting.manager.task))
     why = "no no process can go to the cgroups of the step's tasks"
@@ -327,7 +327,7 @@ def test_process_that_the_user_starts_by_tracing_squashfuse_is_killed_at_the_ste
     program.write_text(script)
     program.chmod(0o755)
     mounting.node.places.root.chmod(0o755)
-    monkeypatch.setattr(serving, "PROGRAMS", (str(program),))
+    monkeypatch.setattr(squashfs_server, "PROGRAMS", (str(program),))
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
     until(lambda: left.exists() and left.read_text(), "what has escaped")
@@ -344,7 +344,7 @@ def test_squashfuse_stopped_by_its_user_is_killed_at_the_steps_end(mounting: Mou
     os.kill(mounting.processes()["program"], signal.SIGSTOP)
     mounting.manager.end()
     mounting.ended()
-    assert serving._list_live_servers(mounting.node.places.served) == []
+    assert squashfs_server._list_live_servers(mounting.node.places.served) == []
 
 
 @pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
@@ -367,8 +367,8 @@ def test_squashfuse_program_without_the_uid_option_is_not_chosen(
     for one in programs:
         one.write_text(f"#!/bin/sh\necho '{help}' >&2; exit 1\n")
         one.chmod(0o755)
-    monkeypatch.setattr(serving, "PROGRAMS", tuple(map(str, programs)))
-    assert Path(serving._find_program()).name == chosen
+    monkeypatch.setattr(squashfs_server, "PROGRAMS", tuple(map(str, programs)))
+    assert Path(squashfs_server._find_program()).name == chosen
 
 
 def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
@@ -387,11 +387,11 @@ def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
     try:
         mounting.manager.end()
         until(lambda: len([*mounting.node.places.served.iterdir()]) == 1, "the end of the socket")
-        assert len(serving._list_live_servers(mounting.node.places.served)) == 1
+        assert len(squashfs_server._list_live_servers(mounting.node.places.served)) == 1
     finally:
         state.write_text("THAWED")
     mounting.ended()
-    assert serving._list_live_servers(mounting.node.places.served) == []
+    assert squashfs_server._list_live_servers(mounting.node.places.served) == []
 
 
 def test_files_owner_cannot_write_to_the_copy_through_squashfuses_descriptors(
@@ -495,9 +495,9 @@ def test_squashfs_is_mounted_through_its_keeper_while_its_copy_runs(
 ) -> None:
     through = Through(mounting.node, mounting.path)
     job = mounting.job(1)
-    with serving.SquashfsSource() as content:
+    with squashfs_server.SquashfsSource() as content:
         content.through = through.sock
-        name = serving.start_server(mounting.node.places.served, job, 1, content)
+        name = squashfs_server.start_server(mounting.node.places.served, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
     mounting.manager.end()
@@ -511,9 +511,11 @@ def test_private_squashfs_is_mounted_only_for_a_user_with_read_access(
     mounting.node.put("alice/env.sqsh", mounting.path.read_bytes(), mode=0o600)
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
-    with serving.SquashfsSource() as content:
+    with squashfs_server.SquashfsSource() as content:
         content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
-        name = serving.start_server(mounting.node.places.served, mounting.job(2, BOB), 1, content)
+        name = squashfs_server.start_server(
+            mounting.node.places.served, mounting.job(2, BOB), 1, content
+        )
     said, fds = mounting.ask(name)
     assert (said[:3], "Permission denied" in said, fds) == ("no ", True, [])
 
@@ -548,17 +550,22 @@ def test_mount_of_a_file_that_is_no_squashfs_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("where", "name", "value", "why"),
     [
-        (serving, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
+        (squashfs_server, "PROGRAMS", ("no-such-program",), "squashfuse is not installed"),
         (fuse, "DEVICE", "/dev/none", "this node has no /dev/none"),
-        (serving, "MAX_FILES", 0, "0 files of this user and 0 of all are mounted on this node"),
         (
-            serving,
+            squashfs_server,
+            "MAX_FILES",
+            0,
+            "0 files of this user and 0 of all are mounted on this node",
+        ),
+        (
+            squashfs_server,
             "MAX_FILES_OF_USER",
             0,
             "0 files of this user and 0 of all are mounted on this node",
         ),
-        (serving, "MAX_SERVERS", 0, "steps on this node have 0 files mounted"),
-        (serving, "MAX_SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
+        (squashfs_server, "MAX_SERVERS", 0, "steps on this node have 0 files mounted"),
+        (squashfs_server, "MAX_SERVERS_OF_USER", 0, "steps on this node have 0 files mounted"),
     ],
 )
 def test_step_reports_why_the_node_cannot_mount_a_squashfs(
@@ -579,7 +586,7 @@ def test_mounted_squashfs_counts_once_to_the_users_limit_for_all_steps_of_a_job(
     mounting: Mounting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """17 packed jobs with one environment have 34 servers: batch scripts are steps as well."""
-    monkeypatch.setattr(serving, "MAX_FILES_OF_USER", 1)
+    monkeypatch.setattr(squashfs_server, "MAX_FILES_OF_USER", 1)
     mounting.staged(1)
     with connected(mounting.socket(1)), connected(mounting.socket(1)):
         mounting.staged(2)
@@ -595,7 +602,7 @@ def test_each_step_reports_a_missing_mount_unless_user_messages_is_none(
     mounting.node.configure(redirect="spank", user_messages=messages)
     mounting.staged(1)
     mounting.socket(1) if messages != "all" else mounting.step(1)
-    monkeypatch.setattr(serving, "MAX_FILES", 0)
+    monkeypatch.setattr(squashfs_server, "MAX_FILES", 0)
     elsewhere = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_STEP_NODELIST": "n[0-1]"}
     for environ in ({}, {}, elsewhere):
         said = [line for line in mounting.step(1, **environ) if line[0] == "say"]
@@ -631,8 +638,8 @@ def test_task_gets_a_refusal_if_squashfuse_hangs_at_its_start(
     hangs.write_text("#!/bin/sh\nexec sleep 1000\n")
     hangs.chmod(0o755)
     mounting.node.places.root.chmod(0o755)
-    monkeypatch.setattr(serving, "PROGRAMS", (str(hangs),))
-    monkeypatch.setattr(serving, "SERVE_TIMEOUT", 0.3)
+    monkeypatch.setattr(squashfs_server, "PROGRAMS", (str(hangs),))
+    monkeypatch.setattr(squashfs_server, "SERVE_TIMEOUT", 0.3)
     assert mounting.ask(mounting.socket(1)) == ("no its server does not answer", [])
 
 

@@ -15,28 +15,28 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from forestage.cache.job_notes import DirectoryCopyState
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, status
-from forestage.commands.show import format_listing
+from forestage.commands.table_output import format_listing
 from forestage.config import load_config
 from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import (
-    agreement,
+    data_view,
     directory,
     erofs,
     file_readers,
     manifest,
     retry,
-    wanted,
+    shared_scan,
 )
 from forestage.features.data import requests as data
-from forestage.features.data.agreement import ScanNotice
-from forestage.hooks.limit import HookDeadlines
+from forestage.features.data.shared_scan import ScanNotice
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.stage import chunks
-from forestage.system import child, lock, loop, mounts, terminal
+from forestage.system import forked_child, lock, loop, mounts, terminal
 from forestage.system.as_user import User
 from node import ALICE, BOB, Arrange, Node, content, read_as, until
 
@@ -98,7 +98,7 @@ def settled(node: Node, job: int, path: Path) -> DirectoryCopyState:
     """How the directory stands once its process has ended."""
 
     def found() -> DirectoryCopyState | None:
-        one = wanted.read_job_data(node.leases, job).trees.get(str(path) + "/")
+        one = data_view.read_job_data(node.leases, job).trees.get(str(path) + "/")
         return one if one and one.state in ("ready", "declined") else None
 
     return until(found, "the tree")  # type: ignore[return-value]
@@ -265,8 +265,8 @@ def test_directory_entry_is_declined_for_a_user_without_access_to_each_file(span
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-permission")
     # Not by the other job's entry either, should the record say so.
     with lock.held(spank.cache.space_lock, 5):
-        noted = wanted.read_job_data(spank.leases, 2)
-        trees = {str(path) + "/": wanted.read_job_data(spank.leases, 1).trees[str(path) + "/"]}
+        noted = data_view.read_job_data(spank.leases, 2)
+        trees = {str(path) + "/": data_view.read_job_data(spank.leases, 1).trees[str(path) + "/"]}
         spank.leases.note(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
     assert show(spank, 2, BOB).lines == []
 
@@ -518,18 +518,19 @@ def test_step_that_waits_reports_whether_the_directory_is_scanned_or_copied(
 ) -> None:
     path = fill(spank)
     key = "0" * 32
-    monkeypatch.setattr(child, "close_descriptors_except", lambda keep: None)
+    monkeypatch.setattr(forked_child, "close_descriptors_except", lambda keep: None)
     there, here = os.pipe()
 
     def bring(node: Bare, job: Job, path: str, stop: object) -> DirectoryCopyState:
-        wanted.record_directory_state(node, job, path, DirectoryCopyState(state, key, path))
+        data_view.record_directory_state(node, job, path, DirectoryCopyState(state, key, path))
         os.read(there, 1)
         return DirectoryCopyState("declined", reason="io", detail="enough")
 
     monkeypatch.setattr(directory, "_scan_and_copy", bring)
     begin(spank, 1, f"stage={path}/")
     until(
-        lambda: wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == state, "the state"
+        lambda: data_view.read_job_data(spank.leases, 1).trees[f"{path}/"].state == state,
+        "the state",
     )
     heard: list[str] = []
 
@@ -636,7 +637,7 @@ def test_directories_of_one_user_are_staged_in_turn_while_another_users_proceeds
         begin(spank, 1, f"stage={path}/")
         begin(spank, 2, f"stage={path}/")
         assert staged(spank, 3, others, BOB).state == "ready"
-        assert wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        assert data_view.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
         spank.epilog(2)
         until(
             lambda: lock.is_free(directory._process_lock(ready(spank, 2), 2, 0, f"{path}/")),
@@ -672,9 +673,9 @@ def test_scan_that_would_exceed_the_steps_time_is_declined_before_it_starts(
     assert found.files > MANY
     assert found.seconds > 0
     slow = msgspec.structs.replace(found, seconds=1e6)
-    wanted.record_directory_state(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
+    data_view.record_directory_state(ready(spank, 1), as_job(spank, 1, ""), f"{path}/", slow)
     with monkeypatch.context() as patch:
-        patch.setattr(agreement, "digest_for_step", lambda *_: pytest.fail("looked"))
+        patch.setattr(shared_scan, "digest_for_step", lambda *_: pytest.fail("looked"))
         (outcome,) = show(spank, 1).outcomes
     assert (outcome.result, outcome.reason) == ("declined", "too-many-files")
     assert f"holds {found.files} files" in outcome.detail
@@ -707,7 +708,7 @@ class Looks:
         self.node, self.count = ready(node, 1), 0
         self.job = as_job(node, 1, "")
         node.cache.prepare(require_mount=False)
-        monkeypatch.setattr(agreement, "_scan_now", self._look)
+        monkeypatch.setattr(shared_scan, "_scan_now", self._look)
 
     def _look(self, *_: object) -> ScanNotice:
         self.count += 1
@@ -715,7 +716,7 @@ class Looks:
 
     def step(self) -> str:
         until_late = Deadline.after(240, self.node.clock)
-        return agreement._scan_as_step(self.node, self.job, "/set/", until_late).digest
+        return shared_scan._scan_as_step(self.node, self.job, "/set/", until_late).digest
 
     @property
     def file(self) -> Path:
@@ -764,7 +765,7 @@ def test_step_ignores_a_scan_record_of_another_boot_or_a_damaged_record(
     if what == "damaged":
         looks.file.write_bytes(b"{")
     else:
-        last = agreement._LastScan("before", 1e12, ScanNotice("looked", digest="old"))
+        last = shared_scan._LastScan("before", 1e12, ScanNotice("looked", digest="old"))
         looks.file.write_bytes(msgspec.json.encode(last))
     assert looks.step() == "2"
 
@@ -780,7 +781,7 @@ def test_directory_waits_if_all_slots_for_staged_directories_are_held(
     with lock.held(spank.cache.locks / "trees.0.lock", 5):
         begin(spank, 1, f"stage={path}/")
         until(waits.exists, "it to wait")
-        assert wanted.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
+        assert data_view.read_job_data(spank.leases, 1).trees[f"{path}/"].state == "looking"
     assert settled(spank, 1, path).state == "ready"
 
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.data import erofs, manifest
+from forestage.features.data.directory_source import DirectorySource
 from forestage.features.data.erofs import BLOCK, ErofsLayout
 from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
-from forestage.features.data.open_tree import DirectorySource
 from forestage.system import loop, mounts
 from forestage.system.as_user import User
 from node import ALICE, Node

@@ -21,17 +21,17 @@ from forestage.cache.evict import CacheSpace
 from forestage.cache.layout import Cache
 from forestage.clock import Clock
 from forestage.commands import status
+from forestage.commands.command_context import ExitStatus
+from forestage.commands.event_counters import EventTally, Histogram
 from forestage.commands.status import NodeStatus
-from forestage.commands.tally import EventTally, Histogram
-from forestage.commands.world import ExitStatus
-from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append_events, log
+from forestage.events import CopyOutcome, EventRecord, RequestOutcome, append_events, event_log
 from forestage.events.reasons import collect_failures, collect_reasons
 from forestage.features.contexts import MetricFamily, MetricsPart, SweepFacts
 from forestage.features.metrics import export as metrics
 from forestage.features.metrics import sweep, textfile
 from forestage.features.metrics.export import MetricsExportFacts
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import lock, records
 from made_up import around_all
 
@@ -47,8 +47,8 @@ def hit(job: int, **changes: object) -> EventRecord:
 
 
 def count(places: NodePaths) -> EventTally:
-    with metrics.alone(places):
-        return metrics.count(places)
+    with metrics.hold_metrics_lock(places):
+        return metrics.count_new_events(places)
 
 
 def hits(tally: EventTally) -> int:
@@ -67,7 +67,7 @@ def places(tmp_path: Path) -> NodePaths:
 def test_metrics_count_each_event_once_across_log_rotations(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    monkeypatch.setattr(log, "ROTATE_BYTES", 800)  # some eight events
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 800)  # some eight events
     assert hits(count(places)) == 0, "a node without a log"
     for job in range(1, 100):
         append_events(places.events, [hit(job)])
@@ -81,10 +81,10 @@ def test_metrics_lose_only_events_that_were_rotated_away_twice_before_they_were_
 ) -> None:
     append_events(places.events, [hit(1)])
     assert hits(count(places)) == 1
-    monkeypatch.setattr(log, "ROTATE_BYTES", 800)
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 800)
     for job in range(2, 100):
         append_events(places.events, [hit(job)])
-    left = len(list(events.read(places.events)))
+    left = len(list(events.read_events(places.events)))
     assert left < 98
     assert [hits(count(places)) for _ in range(2)] == [1 + left] * 2
 
@@ -118,7 +118,7 @@ def test_new_event_log_with_the_old_logs_inode_and_length_is_counted(places: Nod
 def test_metrics_go_on_after_a_log_is_truncated_and_skip_damaged_lines(
     places: NodePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(event_log, "MAX_LINE_BYTES", 1000)
     append_events(places.events, [hit(1), hit(2)])
     one = places.events.stat().st_size // 2
     assert hits(count(places)) == 2
@@ -160,8 +160,8 @@ def test_parallel_metrics_runs_count_each_event_of_hooks_once(
 ) -> None:
     # Some 205 events: rotated once. What a hook writes to a log that was rotated twice since it
     # opened it is lost, and here a thread may stand still for as long.
-    monkeypatch.setattr(log, "ROTATE_BYTES", 24_000)
-    monkeypatch.setattr(metrics, "PATIENCE", 600.0)
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 24_000)
+    monkeypatch.setattr(metrics, "LOCK_TIMEOUT", 600.0)
 
     def hooks(number: int) -> None:
         for job in range(100):
@@ -179,19 +179,19 @@ def test_parallel_metrics_runs_are_locked_out_until_the_textfile_is_written(
 ) -> None:
     """Each step of a run, up to the file that is read, is closed to others."""
     append_events(site.places.events, [hit(1)])
-    monkeypatch.setattr(metrics, "PATIENCE", 0.0)
+    monkeypatch.setattr(metrics, "LOCK_TIMEOUT", 0.0)
     write, tried = records.write, []
     me = threading.get_ident()
 
     def beside(path: Path, data: bytes, mode: int = 0o600) -> None:
         if threading.get_ident() == me:
             with ThreadPoolExecutor(1) as pool, pytest.raises(lock.LockTimeout):
-                pool.submit(metrics.export, site.places, Clock(), "1").result()
+                pool.submit(metrics.write_metrics, site.places, Clock(), "1").result()
             tried.append(path.name)
         write(path, data, mode)
 
     monkeypatch.setattr(records, "write", beside)
-    metrics.export(site.places, Clock(), "1")
+    metrics.write_metrics(site.places, Clock(), "1")
     assert tried == ["tally.json", "forestage.prom"]
 
 
@@ -222,11 +222,11 @@ def samples(text: str | bytes) -> dict[str, float]:
 def test_metric_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     odd = 'x"y\n{z}'
     tally = EventTally()
-    bare = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
+    bare = samples(metrics.format_metrics(MetricsExportFacts(EventTally(), "1", off=False)))
     for number in range(50):
         tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
         tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
-    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=False)))
+    found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=False)))
     assert found.keys() == bare.keys()
     assert found["forestage_errors_total reason=other"] == 50
     assert found["forestage_declined_total reason=other"] == 50
@@ -234,7 +234,7 @@ def test_metric_labels_hold_no_user_image_job_or_unknown_reason() -> None:
 
 def test_metrics_of_an_empty_tally_export_every_series_as_zero() -> None:
     """increase() of a series that begins with 1 is 0: the first error would be no alert."""
-    found = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False)))
+    found = samples(metrics.format_metrics(MetricsExportFacts(EventTally(), "1", off=False)))
     errors = {name for name in found if name.startswith("forestage_errors_total")}
     failures = collect_failures()
     assert errors == {f"forestage_errors_total reason={reason}" for reason in (*failures, "other")}
@@ -247,7 +247,7 @@ def test_metrics_of_an_empty_tally_export_every_series_as_zero() -> None:
 def test_each_failure_reason_raised_in_the_source_has_an_errors_total_series() -> None:
     tally = EventTally()
     tally.add(hit(1, result="failed", reason="source-error"))
-    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=False)))
+    found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=False)))
     assert found["forestage_errors_total reason=source-error"] == 1
     assert set(collect_reasons()) >= collect_failures()
     raised: set[str] = set()
@@ -270,7 +270,7 @@ def test_each_outcome_is_exported_in_its_metrics_series() -> None:
         tally.add(EventRecord(1.0, "prolog", job, outcome))
     copied = CopyOutcome("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
     tally.add(EventRecord(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
-    found = samples(metrics.text(MetricsExportFacts(tally, "1", off=True)))
+    found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=True)))
     expected = {
         "requests_total hook=prolog result=hit": 1,
         "requests_total hook=prolog result=joined": 1,
@@ -312,7 +312,7 @@ def test_metric_family_of_a_feature_is_written_after_the_family_named_in_after()
         MetricFamily("flight_seconds", "Flights.", after="wait_seconds", histogram=waits),
     )
     parts = (MetricsPart({"plane": "A380"}, families),)
-    text = metrics.text(MetricsExportFacts(EventTally(), "1", off=False, parts=parts))
+    text = metrics.format_metrics(MetricsExportFacts(EventTally(), "1", off=False, parts=parts))
     found = samples(text)
     assert found["forestage_flown_bytes_total"] == 3
     assert found["forestage_landed at=night"] == 1
@@ -382,19 +382,21 @@ def test_metrics_export_bytes_and_entries_for_images_and_data() -> None:
     counts, free = status.EntryCounts(total=3, data=1), status.DiskSpace("/nvme", 1000, 500)
     room = CacheSpace(500, 70, 900, 50, 720, 450)
     node = NodeStatus("/cache", "", (), (), (), disk=free, room=room, entries=counts, data=30)
-    found = samples(metrics.text(MetricsExportFacts(EventTally(), "1", off=False, status=node)))
+    found = samples(
+        metrics.format_metrics(MetricsExportFacts(EventTally(), "1", off=False, status=node))
+    )
     for kind, number, size in (("data", 1, 30), ("image", 2, 40)):
         assert found[f"forestage_entries_of_kind kind={kind}"] == number
         assert found[f"forestage_kind_bytes kind={kind}"] == size
 
 
 def test_metrics_read_the_last_sweeps_time_from_its_mark_file(places: NodePaths) -> None:
-    assert metrics.last_sweep(places) == 0.0
+    assert metrics.read_last_sweep_time(places) == 0.0
     mark = places.called("sweep")
     mark.parent.mkdir(parents=True)
     mark.touch()
     os.utime(mark, (5.0, 5.0))
-    assert metrics.last_sweep(places) == 5.0
+    assert metrics.read_last_sweep_time(places) == 5.0
 
 
 def info(site: Site) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from forestage.features.peers import auth, connection, protocol, with_peers
+from forestage.features.peers import auth, connection, peer_copy, protocol
 from node import HANGS
 from peering import Answering, FakeService, send_first_chunk
 from suites import fixtures_of
@@ -37,9 +37,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_policy(monkeypatch: pytest.MonkeyPatch, **how: float) -> None:
-    policy = with_peers.make_policy
+    policy = peer_copy.make_policy
     monkeypatch.setattr(
-        with_peers, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
+        peer_copy, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **how)
     )
 
 

@@ -21,11 +21,11 @@ from forestage.events import CopyOutcome
 from forestage.features.peers import (
     activation,
     auth,
+    chunk_readers,
     known_copies,
     node_list,
-    notices,
-    origins,
-    stats,
+    upload_counts,
+    wrong_data_notices,
 )
 from forestage.features.peers.client import PeerClient
 from forestage.features.peers.connection import PeerRequestError
@@ -35,7 +35,7 @@ from forestage.features.peers.peer_table import make_chunk_set
 from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
 from forestage.features.peers.ring import NodeRing
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from node import ALICE, HANGS, Node, until
 from peering import CHUNK, PIECES, data, find_at, free_port, give, run
 from peering import Node as Peer
@@ -78,13 +78,13 @@ def copied(node: Node, path: Path, nodes: str = "n1") -> CopyOutcome:
 
 
 def sessions(peer: Peer) -> int:
-    given = stats.find_upload_counts(peer.places.peer)
+    given = upload_counts.find_upload_counts(peer.places.peer)
     return given.sessions if given else 0
 
 
 def note(peer: Peer | Node, key: str, **known: object) -> None:
     """Who read what on a peer that has an entry."""
-    file = peer.cache.entry_dir(key) / origins.NAME
+    file = peer.cache.entry_dir(key) / chunk_readers.NAME
     file.write_bytes(msgspec.json.encode(known))
 
 
@@ -95,7 +95,7 @@ def test_copy_fetches_all_chunks_from_a_node_of_another_job_with_reach_cluster(
     give(peers["n3"], node, path, data())
     found = copied(node, path)
     assert (found.from_peers, found.givers) == (PIECES * CHUNK, ("n3",))
-    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
+    known = chunk_readers.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert (known.by, known.outside) == ({"n3": f"{ALL:x}"}, f"{ALL:x}")
     assert known.compared
@@ -235,10 +235,12 @@ def test_copy_takes_no_wrong_chunk_from_a_node_of_another_job(
     found = copied(node, path)
     assert found.from_peers == 0
     until(
-        lambda: (given := stats.find_upload_counts(peers["n2"].places.peer)) and given.chunks,
+        lambda: (
+            (given := upload_counts.find_upload_counts(peers["n2"].places.peer)) and given.chunks
+        ),
         "a wrong chunk",
     )
-    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
+    known = chunk_readers.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.outside == "0"
 
@@ -263,7 +265,7 @@ def test_uncompared_chunks_are_given_to_nodes_of_the_same_job(
     note(peers["n2"], node.identity(path).key, by={"n9": f"{ALL:x}"}, outside=f"{ALL:x}")
     found = copied(node, path, "n[1-2]")
     assert found.from_peers == PIECES * CHUNK
-    known = origins.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
+    known = chunk_readers.find_chunk_readers(node.cache.entry_dir(node.identity(path).key))
     assert known is not None
     assert known.by == {"n9": f"{ALL:x}"}, "its reader is not who gave it"
 
@@ -280,7 +282,7 @@ def read_wrongly(node: Node, peers: dict[str, Peer], path: Path) -> str:
 
 
 def noticed(peer: Peer, key: str) -> frozenset[str]:
-    return notices.read_wrong_readers(peer.places, key)
+    return wrong_data_notices.read_wrong_readers(peer.places, key)
 
 
 @pytest.mark.usefixtures("read_late")
@@ -312,9 +314,9 @@ def test_sweep_evicts_an_entry_with_a_notice_of_wrong_bytes_by_its_reader(
     give(node, node, path, data())
     os.chown(node.cache.image(key), ALICE.uid, ALICE.gid)  # nothing else is wrong with it
     note(node, key, by={"n4": "1"}, outside="1", compared=True)
-    notices.record_notice(node.places, key, reader)
+    wrong_data_notices.record_notice(node.places, key, reader)
     here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
     assert done.problems == ()
     assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)
-    assert notices.read_wrong_readers(node.places, key) == frozenset()
+    assert wrong_data_notices.read_wrong_readers(node.places, key) == frozenset()

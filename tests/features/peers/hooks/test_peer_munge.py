@@ -170,7 +170,7 @@ def test_client_without_a_munged_reports_refused(node: Node, tmp_path: Path) -> 
 def test_hanging_munged_raises_a_peer_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "PATIENCE", 0.3)
+    monkeypatch.setattr(auth, "MUNGE_TIMEOUT", 0.3)
     munged = Munged(tmp_path / "a")
     os.kill(munged.process.pid, signal.SIGSTOP)
     with pytest.raises(PeerError):

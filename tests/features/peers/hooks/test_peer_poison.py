@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forestage.features.peers import stats
+from forestage.features.peers import upload_counts
 from forestage.hooks.boundary import update_nodelist
 from node import Node, until
 from peering import Node as Peer
@@ -45,7 +45,7 @@ def test_copy_has_the_sources_bytes_if_a_peer_has_other_bytes_under_the_key(
     assert node.shows_entry(path, node.identity(path).key)
     assert path.read_bytes() == data()
     until(
-        lambda: (given := stats.find_upload_counts(peer.places.peer)) and given.chunks,
+        lambda: (given := upload_counts.find_upload_counts(peer.places.peer)) and given.chunks,
         "a chunk of the peer's",
     )
 

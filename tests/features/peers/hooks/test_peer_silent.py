@@ -15,7 +15,7 @@ import pytest
 
 from forestage.cache import allocation
 from forestage.cache.part import Part
-from forestage.features.peers import auth, client, connection, protocol, unanswered, with_peers
+from forestage.features.peers import auth, client, connection, peer_copy, protocol, silent_nodes
 from forestage.features.peers.connection import PeerRequestError
 from forestage.sources.source import ReadableSource
 from forestage.stage.chunks import CopyTuning
@@ -55,7 +55,7 @@ Port = Callable[[], contextlib.AbstractContextManager[int]]
 
 
 def is_silent(node: Node) -> bool:
-    return unanswered.is_silent(node.places, "n1", time.monotonic())
+    return silent_nodes.is_silent(node.places, "n1", time.monotonic())
 
 
 @pytest.mark.parametrize(("at", "silent"), [(mute, True), (dropping, True), (closed, False)])
@@ -81,7 +81,7 @@ def test_answer_of_a_peer_clears_its_silent_record(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1")
     with node.serving():
         copy = Client(node, node.publish()).peers
-        unanswered.record_silence(node.places, "n1", time.monotonic())
+        silent_nodes.record_silence(node.places, "n1", time.monotonic())
         assert is_silent(node)
         copy.greet("n1", lambda: False)
         assert not is_silent(node)
@@ -132,9 +132,7 @@ def test_copy_among_silent_peers_reads_the_whole_source_without_waiting_for_answ
 
         def copy() -> None:
             content = ReadableSource(fd, None, len(data))
-            with_peers.copy_with_peers(
-                content, part, CopyTuning(2, CHUNK), threading.Event(), peers
-            )
+            peer_copy.copy_with_peers(content, part, CopyTuning(2, CHUNK), threading.Event(), peers)
             ended.set()
 
         threading.Thread(target=copy, daemon=True).start()

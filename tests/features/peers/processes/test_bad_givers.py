@@ -18,15 +18,15 @@ import msgspec
 import pytest
 
 from forestage.cache import allocation, digest
-from forestage.cache.image import AccessRights, SourceImage, read_identity
 from forestage.cache.part import Part
-from forestage.features.peers import auth, with_peers
+from forestage.cache.source_image import AccessRights, SourceImage, read_identity
+from forestage.features.peers import auth, peer_copy
 from forestage.features.peers.client import PeerClient
 from forestage.features.peers.known_copies import OtherJobsPeers
 from forestage.features.peers.protocol import ChunkReceiver, ChunkRequest
 from forestage.paths import NodePaths
 from forestage.sources.source import ReadableSource
-from forestage.stage import reading
+from forestage.stage import source_reader
 from forestage.stage.chunks import CopyTuning
 from peering import Node
 
@@ -174,7 +174,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the source, read by read. Only who tires of others is in no hurry."""
     found: list[int] = []
-    real, policy = reading.read_piece, with_peers.make_policy
+    real, policy = source_reader.read_piece, peer_copy.make_policy
 
     def read_piece(
         source: ReadableSource, start: int, want: memoryview, buffer: memoryview
@@ -182,10 +182,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(want))
         real(source, start, want, buffer)
 
-    monkeypatch.setattr(reading, "read_piece", read_piece)
+    monkeypatch.setattr(source_reader, "read_piece", read_piece)
     patient = {"careful": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
     monkeypatch.setattr(
-        with_peers, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
+        peer_copy, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
     )
     return found
 
@@ -215,7 +215,7 @@ def test_copy_among_failing_givers_has_the_sources_bytes_and_reads_little_of_the
             allocation.reserve_part(part, SIZE, CHUNK, found)
             read.clear()
             tuning, peers = CopyTuning(threads=2, chunk=CHUNK), Watched(bad, site.image, one_job)
-            with_peers.copy_with_peers(source, part, tuning, threading.Event(), peers)
+            peer_copy.copy_with_peers(source, part, tuning, threading.Event(), peers)
     finally:
         for one in bad.values():
             one.node.kill()

@@ -15,10 +15,10 @@ from forestage.cache import evict
 from forestage.cache.node import Node
 from forestage.config.keys import PeersSection
 from forestage.errors import CopyStopped
-from forestage.features.peers import activation, auth, client, with_peers
+from forestage.features.peers import activation, auth, client, peer_copy
 from forestage.features.peers.engine import MAX_SHARED, PeerHelpers
 from forestage.features.peers.schedule import SchedulePolicy
-from forestage.features.peers.stats import UploadCountWriter
+from forestage.features.peers.upload_counts import UploadCountWriter
 from forestage.slurm.job import Job
 from forestage.sources import source as stage_source
 from forestage.sources.source import OpenImage, ReadableSource
@@ -58,7 +58,7 @@ def sharing(task: CopyTask, **changes: object) -> CopyTask:
 def other(monkeypatch: pytest.MonkeyPatch) -> OtherNode:
     node = OtherNode(CONTENT)
     monkeypatch.setattr("forestage.features.peers.find_peer_client", lambda *_, **__: node)
-    monkeypatch.setattr(with_peers, "make_policy", lambda *_: FROM_PEERS)
+    monkeypatch.setattr(peer_copy, "make_policy", lambda *_: FROM_PEERS)
     return node
 
 
@@ -112,7 +112,7 @@ def test_copy_uses_no_peers_in_a_job_of_two_nodes_by_default(
     monkeypatch.setattr(activation, "is_service_running", lambda *_: True)
     monkeypatch.setattr(auth, "make_authenticator", lambda *_: None)
     monkeypatch.setattr(client, "PeerClient", lambda *_: OtherNode(CONTENT))
-    monkeypatch.setattr(with_peers, "make_policy", lambda *_: FROM_PEERS)
+    monkeypatch.setattr(peer_copy, "make_policy", lambda *_: FROM_PEERS)
     found = run(msgspec.structs.replace(task, job=job))
     assert bool(found.from_peers) is helped
 
@@ -124,14 +124,14 @@ def test_copy_outcome_counts_uploaded_bytes_of_its_own_key_during_the_copy(
     uploads.uploaded(task.key, 100)
     uploads.uploaded("another", 1000)
     uploads.flush()
-    real = with_peers.copy_with_peers
+    real = peer_copy.copy_with_peers
 
     def copying(*of: Any) -> Any:
         uploads.uploaded(task.key, 11)
         uploads.flush()
         return real(*of)
 
-    monkeypatch.setattr(with_peers, "copy_with_peers", copying)
+    monkeypatch.setattr(peer_copy, "copy_with_peers", copying)
     assert run(sharing(task)).uploaded == 11
 
 

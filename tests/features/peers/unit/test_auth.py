@@ -86,14 +86,14 @@ WORDS = st.lists(st.text(alphabet="a1:", max_size=4), min_size=4, max_size=4)
 
 @given(WORDS, WORDS)
 def test_macs_of_different_peer_requests_differ(one: list[str], other: list[str]) -> None:
-    macs = {auth.of_request(b"s", *words, 1) for words in (one, other)}  # type: ignore[call-arg,arg-type]
+    macs = {auth.request_mac(b"s", *words, 1) for words in (one, other)}  # type: ignore[call-arg,arg-type]
     assert len(macs) == len({tuple(one), tuple(other)})
 
 
 def test_session_mac_differs_from_response_mac_and_comparison_accepts_non_ascii() -> None:
-    assert auth.of_session(b"s", "1") != auth.of_response(b"s", 1, 2, "")
-    assert auth.same("ab", "ab")
-    assert not auth.same("ab", "\udcff")
+    assert auth.session_mac(b"s", "1") != auth.response_mac(b"s", 1, 2, "")
+    assert auth.is_same_mac("ab", "ab")
+    assert not auth.is_same_mac("ab", "\udcff")
 
 
 def test_authenticator_check_fails_if_its_own_credential_is_refused(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_authenticator_check_fails_if_its_own_credential_is_refused(tmp_path: Pa
             raise BadCredential("made by uid 5")
 
     with pytest.raises(PeerError, match="uid 5"):
-        auth.check(Lost())
-    auth.check(OURS)
+        auth.check_authenticator(Lost())
+    auth.check_authenticator(OURS)
 
 
 # --- by Slurm's AuthType
@@ -125,17 +125,17 @@ def site(root: Path, auth_type: str = "auth/slurm", key: bytes = SHARED) -> Node
 def test_derived_key_equals_the_test_vector_of_rfc_5869() -> None:
     """Test case 3: without salt and info; the first 32 bytes of its output."""
     expected = "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
-    assert auth.derive(b"\x0b" * 22, b"").hex() == expected
+    assert auth.derive_key(b"\x0b" * 22, b"").hex() == expected
 
 
 def test_auth_slurm_credential_is_not_readable_with_the_raw_slurm_key(tmp_path: Path) -> None:
-    prover = auth.prover(None, site(tmp_path))
+    prover = auth.make_authenticator(None, site(tmp_path))
     offer = prover.offer("k")
     assert prover.read(offer.text).secret == offer.secret
-    auth.check(prover)
+    auth.check_authenticator(prover)
     for other in (
         KeyFileAuthenticator(SHARED),
-        KeyFileAuthenticator(auth.derive(SHARED, b"other")),
+        KeyFileAuthenticator(auth.derive_key(SHARED, b"other")),
     ):
         with pytest.raises(BadCredential, match="another key"):
             other.read(offer.text)
@@ -143,7 +143,7 @@ def test_auth_slurm_credential_is_not_readable_with_the_raw_slurm_key(tmp_path: 
 
 def test_replaced_slurm_key_is_used_without_a_restart(tmp_path: Path) -> None:
     places = site(tmp_path)
-    prover = auth.prover(None, places)
+    prover = auth.make_authenticator(None, places)
     before = prover.offer("k")
     key_file(tmp_path / "etc/slurm/slurm.key", b"n" * 32)
     with pytest.raises(BadCredential, match="another key"):
@@ -171,15 +171,15 @@ def test_authenticator_without_a_usable_auth_type_or_slurm_key_raises_no_credent
     places = site(tmp_path, auth_type)
     (tmp_path / "etc/slurm/slurm.key").unlink()
     with pytest.raises(auth.NoCredential, match=why):
-        auth.prover(None, places)
+        auth.make_authenticator(None, places)
 
 
 def test_key_file_takes_precedence_over_auth_type_and_munge_is_the_default(tmp_path: Path) -> None:
     places = site(tmp_path)
     ours = key_file(tmp_path / "peer.key")
-    assert auth.prover(str(ours), places) == OURS
+    assert auth.make_authenticator(str(ours), places) == OURS
     (tmp_path / "etc/slurm/slurm.conf").write_text("ClusterName=c\n")
-    assert isinstance(auth.prover(None, places), auth.MungeAuthenticator)
+    assert isinstance(auth.make_authenticator(None, places), auth.MungeAuthenticator)
 
 
 def test_authenticator_without_munge_installed_raises_no_credential(
@@ -187,4 +187,4 @@ def test_authenticator_without_munge_installed_raises_no_credential(
 ) -> None:
     monkeypatch.setattr(auth.run, "find_program", lambda program: "")
     with pytest.raises(auth.NoCredential, match="munge is not installed"):
-        auth.prover(None, NodePaths(tmp_path))
+        auth.make_authenticator(None, NodePaths(tmp_path))

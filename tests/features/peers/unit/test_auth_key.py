@@ -47,23 +47,23 @@ def test_auth_type_is_read_from_slurm_conf_and_defaults_to_munge(
     tmp_path: Path, lines: str, kind: str
 ) -> None:
     (site(tmp_path, f"{lines}\n") / "auth.conf").write_text("AuthType=auth/slurm\n")
-    assert auth_key.auth_type("", tmp_path) == kind
+    assert auth_key.read_auth_type("", tmp_path) == kind
 
 
 def test_auth_type_without_slurm_conf_is_munge_and_no_slurm_key_is_found(tmp_path: Path) -> None:
-    assert auth_key.auth_type("", tmp_path) == "munge"
-    assert auth_key.find("", tmp_path) is None
+    assert auth_key.read_auth_type("", tmp_path) == "munge"
+    assert auth_key.find_key_file("", tmp_path) is None
 
 
 def test_slurm_jwks_beside_slurm_conf_is_preferred_to_slurm_key(tmp_path: Path) -> None:
     folder = site(tmp_path)
-    assert auth_key.find("", tmp_path) is None
+    assert auth_key.find_key_file("", tmp_path) is None
     (folder / "slurm.key").touch()
-    assert auth_key.find("", tmp_path) == folder / "slurm.key"
+    assert auth_key.find_key_file("", tmp_path) == folder / "slurm.key"
     (folder / "slurm.jwks").touch()
-    assert auth_key.find("", tmp_path) == folder / "slurm.jwks"
+    assert auth_key.find_key_file("", tmp_path) == folder / "slurm.jwks"
     other = site(tmp_path, folder="opt/site")
-    assert auth_key.find(str(other / "slurm.conf"), tmp_path) is None
+    assert auth_key.find_key_file(str(other / "slurm.conf"), tmp_path) is None
 
 
 def test_slurm_key_of_a_configless_node_is_found_in_etc_slurm(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_slurm_key_of_a_configless_node_is_found_in_etc_slurm(tmp_path: Path) ->
     key = site(tmp_path) / "slurm.key"
     (key.parent / "slurm.conf").unlink()
     key.touch()
-    assert auth_key.auth_type("", tmp_path) == "slurm"
-    assert auth_key.find("", tmp_path) == key
+    assert auth_key.read_auth_type("", tmp_path) == "slurm"
+    assert auth_key.find_key_file("", tmp_path) == key
 
 
 def test_slurm_key_is_all_bytes_of_its_file_even_through_a_link(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_slurm_key_is_all_bytes_of_its_file_even_through_a_link(tmp_path: Path) 
     real.write_bytes(ONE + b"\n")
     real.chmod(0o640)
     link.symlink_to(real)  # as a secret of Kubernetes is mounted
-    assert auth_key.load(link, 0.0) == SlurmAuthKeys(ONE + b"\n")
+    assert auth_key.load_keys(link, 0.0) == SlurmAuthKeys(ONE + b"\n")
 
 
 def test_slurm_jwks_default_key_signs_and_all_unexpired_keys_verify(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_slurm_jwks_default_key_signs_and_all_unexpired_keys_verify(tmp_path: Pa
         jwk("b", TWO, use="default"),
         jwk("c", THREE, exp=3000),
     )
-    assert auth_key.load(file, 500.0) == SlurmAuthKeys(TWO, (ONE, THREE))
-    assert auth_key.load(file, 2000.0) == SlurmAuthKeys(TWO, (THREE,))
+    assert auth_key.load_keys(file, 500.0) == SlurmAuthKeys(TWO, (ONE, THREE))
+    assert auth_key.load_keys(file, 2000.0) == SlurmAuthKeys(TWO, (THREE,))
     first = keys_file(tmp_path / "slurm.jwks", jwk("a", ONE), jwk("b", TWO))
-    assert auth_key.load(first, 0.0) == SlurmAuthKeys(ONE, (TWO,))
+    assert auth_key.load_keys(first, 0.0) == SlurmAuthKeys(ONE, (TWO,))
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_slurm_key_that_is_short_damaged_or_world_accessible_is_refused(
     file.write_bytes(text)
     file.chmod(mode)
     with pytest.raises(ValueError, match=name):
-        auth_key.load(file, 0.0)
+        auth_key.load_keys(file, 0.0)

@@ -24,14 +24,14 @@ def config(tmp_path: Path) -> Config:
 def test_job_of_one_node_or_with_a_bad_node_list_has_no_peers(
     config: Config, nodelist: str
 ) -> None:
-    assert peers.of_job(config, "n1", nodelist, "k") is None
+    assert peers.find_peer_client(config, "n1", nodelist, "k") is None
 
 
 def test_peers_of_a_job_are_its_nodes_and_this_node(config: Config) -> None:
-    found = peers.of_job(config, "n1", "n[1-3]", "k")
+    found = peers.find_peer_client(config, "n1", "n[1-3]", "k")
     assert found is not None
     assert (found.nodes, found.me) == (("n1", "n2", "n3"), "n1")
-    found = peers.of_job(config, "other", "n[1-2]", "k")
+    found = peers.find_peer_client(config, "other", "n[1-2]", "k")
     assert found is not None
     assert found.nodes == ("n1", "n2", "other")
 
@@ -39,4 +39,4 @@ def test_peers_of_a_job_are_its_nodes_and_this_node(config: Config) -> None:
 def test_world_readable_peer_key_file_raises_peer_error(config: Config) -> None:
     Path(config.peers.key_file or "").chmod(0o644)
     with pytest.raises(PeerError):
-        peers.of_job(config, "n1", "n[1-2]", "k")
+        peers.find_peer_client(config, "n1", "n[1-2]", "k")

@@ -8,9 +8,9 @@ from forestage.features.peers import known_copies
 from forestage.features.peers.known_copies import (
     KnownCopiesReply,
     RequesterTable,
-    to_try,
-    who_reads,
-    whom_to_ask,
+    pick_givers,
+    pick_nodes_to_query,
+    pick_readers,
 )
 
 NODES = tuple(f"n{number}" for number in range(100))
@@ -38,7 +38,7 @@ def test_requester_table_drops_a_requester_after_an_hour() -> None:
     askers = RequesterTable()
     askers.ask("k", "n1", 0.0)
     askers.ask("k", "n2", 100.0)
-    assert askers.ask("k", "n3", known_copies.KEPT + 1) == ("n2",)
+    assert askers.ask("k", "n3", known_copies.REMEMBERED_SECONDS + 1) == ("n2",)
 
 
 def test_requester_table_keeps_the_most_recently_requested_keys(
@@ -54,18 +54,18 @@ def test_requester_table_keeps_the_most_recently_requested_keys(
 
 
 def test_all_nodes_ask_the_same_three_nodes_for_a_key() -> None:
-    asked = whom_to_ask("k", NODES, "elsewhere")
-    assert len(asked) == known_copies.ASKED
-    assert whom_to_ask("k", NODES[::-1], "another") == asked
-    assert whom_to_ask("l", NODES, "elsewhere") != asked
-    beside = whom_to_ask("k", NODES, asked[1])
+    asked = pick_nodes_to_query("k", NODES, "elsewhere")
+    assert len(asked) == known_copies.QUERIED_NODES
+    assert pick_nodes_to_query("k", NODES[::-1], "another") == asked
+    assert pick_nodes_to_query("l", NODES, "elsewhere") != asked
+    beside = pick_nodes_to_query("k", NODES, asked[1])
     assert beside[:3] == asked
-    assert len(beside) == known_copies.ASKED + 1
+    assert len(beside) == known_copies.QUERIED_NODES + 1
 
 
 @pytest.mark.parametrize("nodes", [(), ("n1",)])
 def test_node_list_without_other_nodes_gives_no_nodes_to_ask(nodes: tuple[str, ...]) -> None:
-    assert whom_to_ask("k", nodes, "n1") == []
+    assert pick_nodes_to_query("k", nodes, "n1") == []
 
 
 def test_nodes_with_a_copy_are_tried_before_named_nodes_with_two_givers_at_most() -> None:
@@ -73,9 +73,9 @@ def test_nodes_with_a_copy_are_tried_before_named_nodes_with_two_givers_at_most(
         ("n1", KnownCopiesReply(False, ("n5", "n6"))),
         ("n2", KnownCopiesReply(True, ("n5",))),
     ]
-    assert to_try(answers, set(NODES)) == ("n2", "n5")
-    assert to_try(answers[:1], set(NODES)) == ("n5", "n6")
-    assert to_try([], set(NODES)) == ()
+    assert pick_givers(answers, set(NODES)) == ("n2", "n5")
+    assert pick_givers(answers[:1], set(NODES)) == ("n5", "n6")
+    assert pick_givers([], set(NODES)) == ()
 
 
 def test_readers_of_a_speculative_copy_are_taken_from_the_first_reply_in_ring_order() -> None:
@@ -86,13 +86,13 @@ def test_readers_of_a_speculative_copy_are_taken_from_the_first_reply_in_ring_or
         ("n3", KnownCopiesReply(True, (), ("n9", "n8"))),
         ("n2", KnownCopiesReply(False, ("n1",), five)),
     ]
-    assert who_reads(asked, answers, set(NODES)) == five[:4]
-    assert who_reads(asked, answers, {"n2", "n12"}) == ("n12",)
-    assert who_reads(asked, answers[:1], set(NODES)) == ("n9", "n8")
-    assert who_reads(asked, [("n1", KnownCopiesReply(True)), *answers], set(NODES)) == ()
-    assert who_reads(asked, [], set(NODES)) == ()
+    assert pick_readers(asked, answers, set(NODES)) == five[:4]
+    assert pick_readers(asked, answers, {"n2", "n12"}) == ("n12",)
+    assert pick_readers(asked, answers[:1], set(NODES)) == ("n9", "n8")
+    assert pick_readers(asked, [("n1", KnownCopiesReply(True)), *answers], set(NODES)) == ()
+    assert pick_readers(asked, [], set(NODES)) == ()
 
 
 def test_named_giver_outside_of_the_node_list_is_not_tried() -> None:
     answers = [("n1", KnownCopiesReply(True, ("attacker.example.org", "n7", "n6")))]
-    assert to_try(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"
+    assert pick_givers(answers, {"n6"}) == ("n6",), "n1 and n7 are of the job itself"

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forestage.cache import digest
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.part import ENTRY_BYTES, PartRecord, boot_id
-from forestage.features.peers import local_chunks, origins
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
+from forestage.features.peers import chunk_readers, local_chunks
 from forestage.features.peers.local_chunks import (
     AbsentChunk,
     ChunkArrivalPoller,
@@ -242,17 +242,17 @@ def test_copy_published_during_the_search_gives_other_jobs_only_permitted_chunks
     part = cache.part(KEY)
     part.directory.mkdir(parents=True)
     part.map.write_bytes(b"m" * 2 * ENTRY_BYTES)
-    noted = origins.ChunkReaders({"n1": "1", "n9": "2"}, "2")
-    (part.directory / origins.NAME).write_bytes(msgspec.json.encode(noted))
-    real = origins.find_chunk_readers
+    noted = chunk_readers.ChunkReaders({"n1": "1", "n9": "2"}, "2")
+    (part.directory / chunk_readers.NAME).write_bytes(msgspec.json.encode(noted))
+    real = chunk_readers.find_chunk_readers
 
-    def read(directory: Path) -> origins.ChunkReaders | None:
+    def read(directory: Path) -> chunk_readers.ChunkReaders | None:
         if part.directory.exists():
             cache.entries.mkdir(exist_ok=True)
             part.directory.rename(cache.entry_dir(KEY))
         return real(directory)
 
-    monkeypatch.setattr(origins, "find_chunk_readers", read)
+    monkeypatch.setattr(chunk_readers, "find_chunk_readers", read)
     known = local_chunks.read_copy_state(cache, KEY)
     assert [known.here(number) for number in (0, 1, 2, None)] == [0b01, 0b10, 0, 0b11]
     assert known.for_other_jobs(known.here()) == 0b01

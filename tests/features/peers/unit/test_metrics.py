@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forestage.commands.tally import EventTally
+from forestage.commands.event_counters import EventTally
 from forestage.config import Config
 from forestage.config.keys import PeersSection
 from forestage.features.contexts import MetricsFacts
-from forestage.features.peers import metrics, unanswered
+from forestage.features.peers import metrics, silent_nodes
 from forestage.paths import NodePaths
 
 
@@ -41,5 +41,5 @@ def test_metrics_count_peers_that_did_not_answer(tmp_path: Path) -> None:
 
     assert count() == 0
     for name in ("n7", "n8"):
-        unanswered.record_silence(places, name, time.monotonic())
+        silent_nodes.record_silence(places, name, time.monotonic())
     assert count() == 2

@@ -16,7 +16,7 @@ from forestage.features.peers import node_list, slurm_nodes
 from forestage.features.peers.node_list import PeerNodeList
 from forestage.features.peers.slurm_nodes import SlurmNodeState
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 
 DAY = 86400.0
 HOUR = 3600.0
@@ -37,22 +37,24 @@ SHOWN = (
 
 def test_node_list_is_read_back_with_names_and_addresses(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
-    node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"}))
-    assert node_list.read(places, 1000.0 + DAY) == ("n1", "n2")
-    assert node_list.addresses(places, 1000.0 + DAY) == {
+    node_list.write_list(
+        places, PeerNodeList(1000.0, {"n1": "10.0.0.1", "n2": ""}, {"n3": "10.0.0.3"})
+    )
+    assert node_list.read_up_nodes(places, 1000.0 + DAY) == ("n1", "n2")
+    assert node_list.read_addresses(places, 1000.0 + DAY) == {
         "n1": "10.0.0.1",
         "n2": "",
         "n3": "10.0.0.3",
     }
-    assert node_list.age(places, 1500.0) == 500.0
+    assert node_list.find_list_age(places, 1500.0) == 500.0
 
 
 @pytest.mark.parametrize("now", [1001.0 + DAY, 999.0])
 def test_node_list_older_than_a_day_or_from_the_future_is_empty(tmp_path: Path, now: float) -> None:
     places = NodePaths(tmp_path)
-    node_list.write(places, PeerNodeList(1000.0, {"n1": "10.0.0.1"}))
-    assert node_list.read(places, now) == ()
-    assert node_list.addresses(places, now) == {}
+    node_list.write_list(places, PeerNodeList(1000.0, {"n1": "10.0.0.1"}))
+    assert node_list.read_up_nodes(places, now) == ()
+    assert node_list.read_addresses(places, now) == {}
 
 
 # The last one as the build before wrote it.
@@ -62,9 +64,9 @@ def test_missing_or_damaged_node_list_is_empty(tmp_path: Path, text: str | None)
     if text is not None:
         places.nodes.parent.mkdir(parents=True)
         places.nodes.write_text(text)
-    assert node_list.read(places, 1000.0) == ()
-    assert node_list.addresses(places, 1000.0) == {}
-    assert node_list.age(places, 1000.0) is None
+    assert node_list.read_up_nodes(places, 1000.0) == ()
+    assert node_list.read_addresses(places, 1000.0) == {}
+    assert node_list.find_list_age(places, 1000.0) is None
 
 
 def test_nodes_are_parsed_from_scontrol_output() -> None:
@@ -89,11 +91,14 @@ def test_nodes_are_parsed_from_scontrol_output() -> None:
 def test_node_list_names_the_nodes_that_are_up_in_this_nodes_partitions(
     host: str, named: tuple[str, ...]
 ) -> None:
-    assert tuple(node_list.beside(slurm_nodes.parse_nodes(SHOWN), host, 0.0).nodes) == named
+    assert (
+        tuple(node_list.select_partition_nodes(slurm_nodes.parse_nodes(SHOWN), host, 0.0).nodes)
+        == named
+    )
 
 
 def test_node_list_has_addresses_of_nodes_that_are_down_too() -> None:
-    found = node_list.beside(slurm_nodes.parse_nodes(SHOWN), "n1", 5.0)
+    found = node_list.select_partition_nodes(slurm_nodes.parse_nodes(SHOWN), "n1", 5.0)
     assert found == PeerNodeList(
         5.0, {"n1": "10.77.0.2", "n4": "", "n6": ""}, {"n2": "", "n3": "", "n8": ""}
     )
@@ -127,30 +132,30 @@ def test_node_list_is_queried_from_slurm_once_and_kept_if_a_query_fails(tmp_path
     node, told = node_of(tmp_path, enabled=True, reach="cluster"), Told("", node="n1")
     told.asked = []
     for _ in range(3):
-        node_list.renew(node, told)
+        node_list.renew_if_due(node, told)
     now = node.clock.wall()
-    assert (node_list.read(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
-    node_list.write(node.places, PeerNodeList(now - 23 * HOUR, {"n9": ""}))
+    assert (node_list.read_up_nodes(node.places, now), len(told.asked)) == (("n1", "n4", "n6"), 1)
+    node_list.write_list(node.places, PeerNodeList(now - 23 * HOUR, {"n9": ""}))
     with pytest.raises(SlurmError):
-        node_list.renew(node, told)
-    assert node_list.read(node.places, now) == ("n9",)
+        node_list.renew_if_due(node, told)
+    assert node_list.read_up_nodes(node.places, now) == ("n9",)
 
 
 @pytest.mark.parametrize("reach", ["job", "cluster"])
 def test_node_list_is_wanted_with_peers_on_and_any_reach(tmp_path: Path, reach: str) -> None:
     """Of a job's nodes it has the addresses."""
     node = node_of(tmp_path, enabled=True, reach=reach)
-    assert node_list.is_wanted(node.config, node.places, node.clock)
+    assert node_list.should_renew(node.config, node.places, node.clock)
     told = Told("", node="n1")
     told.asked = []
-    node_list.renew(node, told)
+    node_list.renew_if_due(node, told)
     assert len(told.asked) == 1
-    assert not node_list.is_wanted(node.config, node.places, node.clock)
+    assert not node_list.should_renew(node.config, node.places, node.clock)
 
 
 def test_node_list_is_not_queried_with_peers_off(tmp_path: Path) -> None:
     node, told = node_of(tmp_path, enabled=False, reach="cluster"), Told("", node="n1")
     told.asked = []
-    node_list.renew(node, told)
-    assert (told.asked, node_list.age(node.places, 0.0)) == ([], None)
-    assert not node_list.is_wanted(node.config, node.places, node.clock)
+    node_list.renew_if_due(node, told)
+    assert (told.asked, node_list.find_list_age(node.places, 0.0)) == ([], None)
+    assert not node_list.should_renew(node.config, node.places, node.clock)

@@ -13,9 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forestage.features.peers.peer_table import GREETINGS
+from forestage.features.peers.peer_table import MAX_FIRST_CONNECTIONS
 from forestage.features.peers.ring import SOURCE
-from forestage.features.peers.schedule import ChunkSchedule, ChunkTransfer, SchedulePolicy, Why
+from forestage.features.peers.schedule import (
+    ChunkSchedule,
+    ChunkTransfer,
+    FailureReason,
+    SchedulePolicy,
+)
 
 MB = 1_000_000
 NODES = [f"n{number}" for number in range(4)]
@@ -303,13 +308,13 @@ def test_schedule_greets_further_peers_while_earlier_peers_do_not_answer() -> No
     for tenth in range(10):
         while (peer := one.next_greeting(tenth / 10)) is not None:
             begun.append(peer)
-        assert len(begun) <= GREETINGS * (1 + tenth * 0.1 / one.policy.answer)
-    assert len(begun) == len(set(begun)) >= 2 * GREETINGS
+        assert len(begun) <= MAX_FIRST_CONNECTIONS * (1 + tenth * 0.1 / one.policy.answer)
+    assert len(begun) == len(set(begun)) >= 2 * MAX_FIRST_CONNECTIONS
 
 
 @pytest.mark.parametrize(("why", "times"), [("wrong", [1.0]), ("silent", [1.0, 30.0])])
 def test_schedule_excludes_a_peer_after_wrong_bytes_or_two_silences(
-    why: Why, times: list[float]
+    why: FailureReason, times: list[float]
 ) -> None:
     one = schedule(nodes=["a", "b"])
     for now in times:
@@ -342,7 +347,7 @@ def test_schedule_excludes_no_peer_if_all_peers_were_silent_at_once() -> None:
 
 
 @pytest.mark.parametrize("why", ["refused", "slow", "absent"])
-def test_schedule_waits_longer_after_each_failure_of_a_peer(why: Why) -> None:
+def test_schedule_waits_longer_after_each_failure_of_a_peer(why: FailureReason) -> None:
     one = schedule(nodes=["a", "b"])
     waits, now = [], 0.0
     for _ in range(4):
@@ -584,7 +589,7 @@ def test_schedule_treats_eight_unreachable_peers_of_64_as_all_unreachable(
 
 @pytest.mark.parametrize("whys", [["absent"], ["refused", "absent"]])
 def test_schedule_reads_only_its_share_during_the_grace_of_a_running_service(
-    whys: list[Why],
+    whys: list[FailureReason],
 ) -> None:
     one = schedule(nodes=["a", "b"])
     now = 0.0
@@ -730,7 +735,7 @@ def test_schedule_completes_all_chunks_despite_random_failures_of_peers(
             came.add(ask.number)
             one.got(ask, now)
         else:
-            whys: list[Why] = ["absent", "refused", "silent", "wrong", "slow"]
+            whys: list[FailureReason] = ["absent", "refused", "silent", "wrong", "slow"]
             why = chance.choice(whys)
             out |= {ask.peer} if why == "wrong" else set()
             one.failed(ask, why, now)
@@ -759,7 +764,9 @@ def test_schedule_of_a_one_node_job_fetches_all_chunks_from_another_jobs_node() 
 
 
 @pytest.mark.parametrize("why", ["absent", "refused", "wrong"])
-def test_schedule_soon_reads_the_source_if_another_jobs_node_has_no_copy(why: Why) -> None:
+def test_schedule_soon_reads_the_source_if_another_jobs_node_has_no_copy(
+    why: FailureReason,
+) -> None:
     one = alone()
     (ask,) = all_of(one.next_fetch, 0.0)
     one.failed(ask, why, 0.1)

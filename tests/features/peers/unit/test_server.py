@@ -17,12 +17,12 @@ from forestage.cache import disk_errors
 from forestage.cache.node import Node
 from forestage.config.keys import PeersSection
 from forestage.errors import ConfigError, PeerError, SlurmError
-from forestage.features.peers import listening, node_list, server
+from forestage.features.peers import listen_sockets, node_list, server
 from forestage.features.peers.auth import KeyFileAuthenticator
 from forestage.features.peers.server import UploadRateLimit
-from forestage.features.peers.stats import UploadCountWriter
+from forestage.features.peers.upload_counts import UploadCountWriter
 from forestage.paths import NodePaths
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def open_at(
     """As the service does, without the wait for an interface that is late."""
     left: list[float] = []
     slurm, nowhere = told or Told(""), NodePaths(Path("/nonexistent"))
-    return listening.open_service_sockets(peers, places or nowhere, node, slurm, left.append)
+    return listen_sockets.open_service_sockets(peers, places or nowhere, node, slurm, left.append)
 
 
 def site(folder: Path, lines: str) -> NodePaths:
@@ -135,7 +135,7 @@ def test_peer_service_waits_for_an_address_that_appears_later(
 
     monkeypatch.setattr(socket.socket, "bind", bind)
     peers = PeersSection(port=port)
-    opened += listening.open_service_sockets(peers, places, "n1", Told(""), waited.append)
+    opened += listen_sockets.open_service_sockets(peers, places, "n1", Told(""), waited.append)
     assert where(opened) == [("127.0.0.16", port)]
 
 
@@ -150,7 +150,7 @@ def test_peer_service_listens_at_the_address_of_the_sites_pattern(
 def test_empty_listen_key_opens_all_ipv4_and_ipv6_addresses(
     opened: list[socket.socket], port: int
 ) -> None:
-    opened += listening.open_sockets_at(PeersSection(port=port), "n1", "")
+    opened += listen_sockets.open_sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port), ("::", port)]
 
 
@@ -191,14 +191,14 @@ def test_accepted_peer_connections_inherit_timeout_and_pacing_rate(
     accepted, _ = opened[0].accept()
     opened += [client, accepted]
     user_timeout = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-    pacing = accepted.getsockopt(socket.SOL_SOCKET, listening.SO_MAX_PACING_RATE)
-    assert (user_timeout, pacing) == (listening.USER_TIMEOUT, 1 << 20)
+    pacing = accepted.getsockopt(socket.SOL_SOCKET, listen_sockets.SO_MAX_PACING_RATE)
+    assert (user_timeout, pacing) == (listen_sockets.USER_TIMEOUT, 1 << 20)
 
 
 def test_taken_port_raises_a_peer_error_and_leaves_no_socket_open(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(PeerError) as caught:
-            listening.open_sockets_at(PeersSection(port=port), "n1", "")
+            listen_sockets.open_sockets_at(PeersSection(port=port), "n1", "")
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     assert f"port {port} of any address is taken" in str(caught.value)
 
@@ -221,7 +221,7 @@ def test_peer_service_listens_on_ipv4_if_the_kernel_has_no_ipv6(
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without)
-    opened += listening.open_sockets_at(PeersSection(port=port), "n1", "")
+    opened += listen_sockets.open_sockets_at(PeersSection(port=port), "n1", "")
     assert where(opened) == [("0.0.0.0", port)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 
 UNIT = Path(__file__).resolve().parents[4] / "packaging/systemd/forestage-peer.service"
 

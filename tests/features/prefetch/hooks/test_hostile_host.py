@@ -12,7 +12,7 @@ import pytest
 from forestage.config import ServiceAddress
 from forestage.errors import PeerError
 from forestage.features.peers.auth import KeyFileAuthenticator
-from forestage.features.prefetch import expected
+from forestage.features.prefetch import expected_list
 from node import HANGS
 from peering import FakeService, Reply, free_port, send_response
 
@@ -27,8 +27,8 @@ def listed(reply: Reply, body: bytes = LIST, length: int | None = None) -> bytes
     return reply.head(200, has="", told=told, length=size)
 
 
-def ask_list(port: int, key: bytes = b"k" * 64) -> expected.ExpectedImageList:
-    return expected.fetch_list(ServiceAddress("127.0.0.1", port), KeyFileAuthenticator(key))
+def ask_list(port: int, key: bytes = b"k" * 64) -> expected_list.ExpectedImageList:
+    return expected_list.fetch_list(ServiceAddress("127.0.0.1", port), KeyFileAuthenticator(key))
 
 
 def dribble(line: socket.socket, reply: Reply) -> None:
@@ -40,7 +40,7 @@ def dribble(line: socket.socket, reply: Reply) -> None:
 
 
 def many(line: socket.socket, reply: Reply) -> None:
-    body = b" " * expected.MAX_REPLY_BYTES + LIST
+    body = b" " * expected_list.MAX_REPLY_BYTES + LIST
     line.sendall(listed(reply, body))
     line.sendall(body)
 
@@ -73,7 +73,7 @@ LYING_HOSTS: dict[str, Callable[[socket.socket, Reply], None]] = {
 
 def test_list_from_the_prefetch_host_is_received(fake: MakeFake) -> None:
     server = fake(lambda line, reply: line.sendall(listed(reply) + LIST))
-    assert ask_list(server.port) == expected.ExpectedImageList(1, 1.0, 2.0)
+    assert ask_list(server.port) == expected_list.ExpectedImageList(1, 1.0, 2.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -81,7 +81,7 @@ def test_list_from_the_prefetch_host_is_received(fake: MakeFake) -> None:
 def test_false_or_slow_reply_of_a_prefetch_host_raises_a_peer_error(
     fake: MakeFake, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
-    monkeypatch.setattr(expected, "PATIENCE", 1.0)
+    monkeypatch.setattr(expected_list, "PATIENCE", 1.0)
     server = fake(LYING_HOSTS[lie])
     with pytest.raises(PeerError):
         ask_list(server.port)
@@ -99,7 +99,7 @@ def test_prefetch_host_with_a_wrong_key_is_sent_no_request(fake: MakeFake) -> No
 def test_unreachable_or_silent_prefetch_host_raises_a_peer_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expected, "PATIENCE", 1.0)
+    monkeypatch.setattr(expected_list, "PATIENCE", 1.0)
     with pytest.raises(PeerError):
         ask_list(free_port())
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(PeerError):

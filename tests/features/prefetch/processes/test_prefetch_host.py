@@ -10,11 +10,11 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.errors import Failed, SlurmError
-from forestage.features.prefetch import expected, prefetch_host, service, slurm_queries
+from forestage.features.prefetch import expected_list, prefetch_host, service, slurm_queries
 from forestage.features.prefetch.policy import DEFAULT_RULES
 from forestage.paths import NodePaths
-from forestage.slurm import queue
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm import slurm_client
+from forestage.slurm.slurm_client import SlurmClient
 from node import until
 
 Programs = Callable[..., Path]
@@ -69,7 +69,7 @@ def test_prefetch_list_of_10000_jobs_of_one_user_takes_one_squeue_and_keeps_othe
     (theirs,) = [row for row in done.list.rows if row.user == 1001]
     assert theirs.starts >= DEFAULT_RULES.least
     assert len(programs().read_text().split("squeue ")) == 2
-    assert expected.find_list(places) == done.list
+    assert expected_list.find_list(places) == done.list
 
 
 @pytest.mark.parametrize("which", ["squeue", "sinfo"])
@@ -82,7 +82,7 @@ def test_hanging_squeue_or_sinfo_is_killed_and_the_prefetch_list_stays_unchanged
 ) -> None:
     asked(places, slurm(line("1", 1000, "stage=/a")))
     before = service.locate_list(places).read_bytes()
-    monkeypatch.setattr(queue, "TIMEOUT", 1.0)
+    monkeypatch.setattr(slurm_client, "TIMEOUT", 1.0)
     hangs = f"trap '' TERM\necho $$ >{tmp_path}/pid\nwhile :; do sleep 1000; done"
     scripts = {"squeue": line("1", 1000, "stage=/b"), "sinfo": SINFO, which: hangs}
     with pytest.raises(SlurmError, match=f"{which} did not end"):

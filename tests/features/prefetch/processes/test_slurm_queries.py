@@ -10,8 +10,8 @@ import pytest
 
 from forestage.errors import ForestageError
 from forestage.features.prefetch import slurm_queries
-from forestage.slurm import queue
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm import slurm_client
+from forestage.slurm.slurm_client import SlurmClient
 
 Programs = Callable[..., Path]
 
@@ -40,7 +40,7 @@ def test_squeue_that_fails_hangs_or_writes_endlessly_raises_an_error(
     programs: Programs, monkeypatch: pytest.MonkeyPatch, squeue: str
 ) -> None:
     programs(squeue=squeue)
-    monkeypatch.setattr(queue, "TIMEOUT", 0.5)
+    monkeypatch.setattr(slurm_client, "TIMEOUT", 0.5)
     monkeypatch.setattr(slurm_queries, "MAX_BYTES", 1 << 16)
     with pytest.raises(ForestageError):
         slurm_queries.query_pending_jobs(SlurmClient(os.environ["PATH"]), "feed")

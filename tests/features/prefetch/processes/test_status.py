@@ -6,10 +6,10 @@ from commands import NOW, Site
 from forestage.cache.layout import DiskUsage
 from forestage.cache.lease import EntryUse
 from forestage.commands import status
-from forestage.features.prefetch import expected, marks
-from forestage.features.prefetch.expected import ExpectedImageList
-from forestage.features.prefetch.marks import ImageInspection, PrefetchRecord
-from forestage.features.prefetch.prefetched import PrefetchState, format_rows
+from forestage.features.prefetch import expected_list, prefetch_record
+from forestage.features.prefetch.expected_list import ExpectedImageList
+from forestage.features.prefetch.prefetch_record import ImageInspection, PrefetchRecord
+from forestage.features.prefetch.prefetch_state import PrefetchState, format_rows
 
 G = 1 << 30
 
@@ -41,12 +41,12 @@ def test_status_and_metrics_count_expected_images_and_unused_prefetched_entries(
         ImageInspection(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent")
     )
     refused = ImageInspection("/refused", 7, NOW, NOW, why="missing", tries=1)
-    marks.write_record(site.places, PrefetchRecord((*looks, refused)))
+    prefetch_record.write_record(site.places, PrefetchRecord((*looks, refused)))
     found = prefetched(site)
     assert found is not None
     assert (found.images, found.bytes, found.here, found.refused) == (3, 15 * G, 2, 1)
     assert (found.made, found.unused.number) == (0.0, 1)
-    expected.write_list(site.places, ExpectedImageList(1, NOW - 5, NOW + 900))
+    expected_list.write_list(site.places, ExpectedImageList(1, NOW - 5, NOW + 900))
     found = prefetched(site)
     assert found is not None
     assert found.made == NOW - 5

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 import properties  # noqa: F401
 from forestage.features.prefetch.policy import (
-    RULES,
+    DEFAULT_RULES,
     ExpectedStarts,
     HeldCopy,
     PendingJob,
     PrefetchChoice,
     PrefetchRules,
     WantedImage,
-    choose,
-    likely,
+    choose_copy,
+    compute_expected_starts,
 )
 
 ALICE, BOB = 1000, 1001
@@ -47,57 +47,63 @@ def old(size: int = 40, **changes: object) -> HeldCopy:
 
 
 def test_expected_starts_of_a_job_are_its_share_of_the_partitions_nodes() -> None:
-    assert likely([pending(2)], {"p": 8}) == (ExpectedStarts("p", "a", ALICE, 0.25),)
+    assert compute_expected_starts([pending(2)], {"p": 8}) == (
+        ExpectedStarts("p", "a", ALICE, 0.25),
+    )
 
 
 def test_expected_starts_of_jobs_with_the_same_image_add_up_to_more_than_1() -> None:
-    assert starts(likely([pending(4)] * 3, {"p": 4}, PrefetchRules(late=1))) == {"a": 3.0}
+    assert starts(compute_expected_starts([pending(4)] * 3, {"p": 4}, PrefetchRules(late=1))) == {
+        "a": 3.0
+    }
 
 
 def test_expected_starts_are_halved_for_each_full_partition_queued_before_the_job() -> None:
-    found = likely([pending(4, "a"), pending(4, "b"), pending(4, "c")], {"p": 4})
+    found = compute_expected_starts([pending(4, "a"), pending(4, "b"), pending(4, "c")], {"p": 4})
     assert starts(found) == {"a": 1.0, "b": 0.5, "c": 0.25}
 
 
 def test_one_users_jobs_reduce_other_expected_starts_by_two_partitions_at_most() -> None:
     crowd = [pending(4, "a")] * 50
-    found = likely([*crowd, pending(4, "b", user=BOB), pending(4, "c")], {"p": 4})
+    found = compute_expected_starts([*crowd, pending(4, "b", user=BOB), pending(4, "c")], {"p": 4})
     assert starts(found)["b"] == 0.25
     assert starts(found)["c"] == 0.0, "for their own, all of them"
 
 
 def test_expected_starts_of_a_job_are_divided_among_its_partitions() -> None:
-    found = likely([pending(3, parts="pq")], {"p": 2, "q": 4})
+    found = compute_expected_starts([pending(3, parts="pq")], {"p": 2, "q": 4})
     assert {one.partition: one.starts for one in found} == {"p": 0.5, "q": 0.5}
 
 
 def test_job_of_an_unknown_partition_has_no_expected_starts() -> None:
-    assert likely([pending(1, parts="x")], {"p": 4}) == ()
+    assert compute_expected_starts([pending(1, parts="x")], {"p": 4}) == ()
 
 
 def test_expected_starts_have_a_row_for_each_user_with_the_most_expected_first() -> None:
-    found = likely([pending(1), pending(3, user=BOB)], {"p": 4}, PrefetchRules(late=1))
+    found = compute_expected_starts(
+        [pending(1), pending(3, user=BOB)], {"p": 4}, PrefetchRules(late=1)
+    )
     assert found == (ExpectedStarts("p", "a", BOB, 0.75), ExpectedStarts("p", "a", ALICE, 0.25))
 
 
 def test_expected_starts_include_all_images_of_a_job() -> None:
-    assert starts(likely([pending(1, "a", "b")], {"p": 2})) == {"a": 0.5, "b": 0.5}
+    assert starts(compute_expected_starts([pending(1, "a", "b")], {"p": 2})) == {"a": 0.5, "b": 0.5}
 
 
 # --- the node
 
 
 def test_prefetch_chooses_the_most_expected_missing_image() -> None:
-    assert choose(wanted(a=0.5, b=0.4), {}, ROOM, NOW, FREE) == PrefetchChoice(
+    assert choose_copy(wanted(a=0.5, b=0.4), {}, ROOM, NOW, FREE) == PrefetchChoice(
         "a", ALICE, frozenset()
     )
-    found = choose(wanted(a=0.5, b=0.4), {"a": old()}, ROOM, NOW, FREE)
+    found = choose_copy(wanted(a=0.5, b=0.4), {"a": old()}, ROOM, NOW, FREE)
     assert found == PrefetchChoice("b", ALICE, frozenset("a"))
 
 
 def test_prefetch_chooses_no_image_with_expected_starts_below_the_least() -> None:
-    assert choose(wanted(a=RULES.least - 0.01), {}, ROOM, NOW, FREE) is None
-    assert choose(wanted(a=RULES.least), {}, ROOM, NOW, FREE) is not None
+    assert choose_copy(wanted(a=DEFAULT_RULES.least - 0.01), {}, ROOM, NOW, FREE) is None
+    assert choose_copy(wanted(a=DEFAULT_RULES.least), {}, ROOM, NOW, FREE) is not None
 
 
 @pytest.mark.parametrize(
@@ -105,8 +111,8 @@ def test_prefetch_chooses_no_image_with_expected_starts_below_the_least() -> Non
     [
         (old(), True),
         (old(stays=True), False),
-        (HeldCopy(40, NOW - RULES.quiet + 1), False),
-        (HeldCopy(40, NOW - RULES.quiet - 1), True),
+        (HeldCopy(40, NOW - DEFAULT_RULES.quiet + 1), False),
+        (HeldCopy(40, NOW - DEFAULT_RULES.quiet - 1), True),
         (HeldCopy(40, NOW - 1, ALICE, fresh=True), True),
     ],
     ids=["used long ago", "in use", "used recently", "just quiet enough", "unexpected"],
@@ -114,7 +120,7 @@ def test_prefetch_chooses_no_image_with_expected_starts_below_the_least() -> Non
 def test_prefetch_evicts_no_entry_in_use_or_used_recently_for_an_expected_image(
     held: HeldCopy, goes: bool
 ) -> None:
-    found = choose(wanted(a=0.9), {"x": held, "y": old(stays=True)}, ROOM, NOW, FREE)
+    found = choose_copy(wanted(a=0.9), {"x": held, "y": old(stays=True)}, ROOM, NOW, FREE)
     assert (found is not None) == goes
     assert found is None or found.stay == frozenset("y")
 
@@ -124,29 +130,33 @@ def test_prefetch_evicts_no_entry_expected_more_than_half_as_much_as_the_new_ima
     here: float, goes: bool
 ) -> None:
     full = {"x": old(60), "y": old(40, stays=True)}
-    assert (choose(wanted(a=0.61, x=here), full, ROOM, NOW, FREE) is not None) == goes
+    assert (choose_copy(wanted(a=0.61, x=here), full, ROOM, NOW, FREE) is not None) == goes
 
 
 def test_prefetch_chooses_a_smaller_image_if_the_most_expected_does_not_fit() -> None:
     both = {"a": WantedImage(90, ALICE, 0.9), "b": WantedImage(50, ALICE, 0.5)}
-    found = choose(both, {"x": old(stays=True)}, ROOM, NOW, FREE)
+    found = choose_copy(both, {"x": old(stays=True)}, ROOM, NOW, FREE)
     assert found == PrefetchChoice("b", ALICE, frozenset("x"))
 
 
 def test_prefetched_unused_entries_stay_within_the_quota() -> None:
     held = {"x": HeldCopy(40, NOW, BOB, fresh=True)}
-    assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.8, share=1)) is not None
-    assert choose(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.79, share=1)) is None
+    assert (
+        choose_copy(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.8, share=1)) is not None
+    )
+    assert choose_copy(wanted(a=0.9), held, ROOM, NOW, PrefetchRules(quota=0.79, share=1)) is None
     used = {"x": HeldCopy(40, NOW, BOB)}
-    assert choose(wanted(a=0.9), used, ROOM, NOW, PrefetchRules(quota=0.4, share=1)) is not None
+    assert (
+        choose_copy(wanted(a=0.9), used, ROOM, NOW, PrefetchRules(quota=0.4, share=1)) is not None
+    )
 
 
 def test_prefetched_unused_entries_of_one_user_stay_within_the_users_share() -> None:
     held = {"x": HeldCopy(20, NOW, ALICE, fresh=True)}
     share = PrefetchRules(quota=1, share=0.5)
-    assert choose(wanted(a=0.9), held, ROOM, NOW, share) is None
+    assert choose_copy(wanted(a=0.9), held, ROOM, NOW, share) is None
     theirs = {"a": WantedImage(40, BOB, 0.9)}
-    assert choose(theirs, held, ROOM, NOW, share) is not None
+    assert choose_copy(theirs, held, ROOM, NOW, share) is not None
 
 
 def choose_plainly(
@@ -184,12 +194,12 @@ SIZE, USER = st.integers(1, 60), st.sampled_from((ALICE, BOB))
         st.builds(HeldCopy, SIZE, st.sampled_from((0.0, NOW)), USER, st.booleans(), st.booleans()),
     ),
     st.integers(1, 300),
-    st.sampled_from((RULES, FREE)),
+    st.sampled_from((DEFAULT_RULES, FREE)),
 )
 def test_prefetch_choice_equals_the_plain_definition_for_any_input(
     wanted: dict[str, WantedImage], held: dict[str, HeldCopy], room: int, rules: PrefetchRules
 ) -> None:
-    assert choose(wanted, held, room, NOW, rules) == choose_plainly(wanted, held, room, rules)
+    assert choose_copy(wanted, held, room, NOW, rules) == choose_plainly(wanted, held, room, rules)
 
 
 class CountedSizes(dict[str, HeldCopy]):
@@ -209,5 +219,5 @@ def test_prefetch_choice_reads_each_held_entry_once_however_many_images_are_miss
     held = CountedSizes({f"h{n}": old(1, stays=n % 2 == 0) for n in range(100)})
     expected = {name: WantedImage(1, ALICE, 0.5) for name in held}
     missing = {f"w{n}": WantedImage(ROOM, ALICE, 0.5) for n in range(lacking)}
-    assert choose(expected | missing, held, ROOM, NOW, FREE) is None
+    assert choose_copy(expected | missing, held, ROOM, NOW, FREE) is None
     assert held.looked_up == len(held)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 from forestage.errors import NotFoundError
 from forestage.features.prepare import warm
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import run
 
 GROUPS = "[Main]\ndefault: local\n[local]\nmap: sed -n 's/^$GROUP: //p' $CFGDIR/groups\n"

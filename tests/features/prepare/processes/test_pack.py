@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commands import Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 from forestage.features.prepare import hints, pack
 
 

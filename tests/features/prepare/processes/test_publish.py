@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 from forestage.system import run
 
 DATA = bytes(range(256)) * 300

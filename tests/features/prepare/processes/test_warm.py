@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commands import NOW, Site
 from forestage import events
 from forestage.clock import Clock
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 from forestage.errors import SlurmError
 from forestage.events import CopyOutcome, EventRecord, Outcome, user_files
 from forestage.features.prepare import job_images, warm, warm_node
@@ -24,9 +24,9 @@ from forestage.features.prepare.job_images import ImageResult, JobImagesStatus
 from forestage.features.prepare.warm import WarmNodeResult, WarmRequest
 from forestage.features.prepare.warm_node import WarmNodeReport
 from forestage.slurm.hints import parse_hints
-from forestage.slurm.queue import SlurmClient
+from forestage.slurm.slurm_client import SlurmClient
 from forestage.system import lock, run
-from forestage.units import printable
+from forestage.units import make_printable
 from node import until
 
 IMAGE = "/lustre/a.sqsh"
@@ -70,12 +70,14 @@ def test_warm_comment_with_any_image_name_is_parsed_back_to_the_same_paths(
 ) -> None:
     # One that ends with a slash is a directory, and no image.
     images = tuple(dict.fromkeys(os.fsdecode(b"/" + name + b".") for name in names))
-    hints = parse_hints(warm.comment(WarmRequest(images, ("n1",), wait="10m")))
+    hints = parse_hints(warm.format_comment(WarmRequest(images, ("n1",), wait="10m")))
     assert (hints.paths, hints.wait, hints.problems) == (images, 600.0, ())
 
 
 def test_warm_of_three_nodes_runs_one_srun_for_each_node(fake: Fake, tmp_path: Path) -> None:
-    done = warm.warm(ORDER, fake(answers(ImageResult(IMAGE, "hit"))), Clock(), "token", ignored)
+    done = warm.warm_nodes(
+        ORDER, fake(answers(ImageResult(IMAGE, "hit"))), Clock(), "token", ignored
+    )
     assert (done.failed, [one.node for one in done.nodes]) == (0, ["n1", "n2", "n3"])
     assert len(asked(tmp_path)) == 3
     for node in ORDER.nodes:
@@ -89,7 +91,7 @@ def test_warm_runs_no_more_jobs_at_once_than_at_once_allows(fake: Fake, tmp_path
     number = f"cd {tmp_path}/here; mkdir $$; ls | wc -l >>../most; rmdir $$; "
     order = msgspec.structs.replace(ORDER, nodes=tuple(f"n{n}" for n in range(6)), at_once=1)
     slurm = fake(number + answers(ImageResult(IMAGE, "hit")))
-    warm.warm(order, slurm, Clock(), "token", ignored)
+    warm.warm_nodes(order, slurm, Clock(), "token", ignored)
     assert (tmp_path / "most").read_text().split() == ["1"] * 6
 
 
@@ -119,7 +121,7 @@ def test_warm_with_bad_nodes_or_too_many_images_exits_with_usage_and_runs_no_sru
 
 def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="srun is not installed"):
-        warm.warm(ORDER, SlurmClient(str(tmp_path)), Clock(), "token", ignored)
+        warm.warm_nodes(ORDER, SlurmClient(str(tmp_path)), Clock(), "token", ignored)
 
 
 # --- what the answers mean
@@ -127,7 +129,7 @@ def test_warm_without_srun_raises_slurm_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("result", ["copying", "declined", "failed", "unseen"])
 def test_warm_exits_with_not_found_if_one_node_lacks_an_image(
-    site: Site, fake: Fake, result: job_images.Result
+    site: Site, fake: Fake, result: job_images.ImageOutcome
 ) -> None:
     good = ImageResult(IMAGE, "hit")
     bad = answers(good, ImageResult("/lustre/b", result, "no-room", "it is full"))
@@ -152,13 +154,13 @@ def test_warm_reports_the_first_error_line_of_a_failed_srun(site: Site, fake: Fa
     "out", ["", "{}", '{"job": 1}', '{"forestage": "other", "job": 1, "images": []}', "\x00\x1b[2J"]
 )
 def test_warm_treats_unknown_srun_output_as_no_answer(out: str) -> None:
-    found = warm.answer("n1", run.ProcessResult(("srun",), 0, out, ""), 1.0)
+    found = warm.parse_node_result("n1", run.ProcessResult(("srun",), 0, out, ""), 1.0)
     assert (found.is_warm, found.problem) == (False, "it ended with 0 and no answer")
 
 
 def test_warm_progress_line_names_the_nodes_still_waited_for() -> None:
     done = {"n2": WarmNodeResult("n2", 1.0, 7, (ImageResult(IMAGE, "hit"),))}
-    assert warm.progress_line(ORDER, done) == "1 of 3 nodes done; 1 hit; waiting for n1, n3"
+    assert warm.format_progress(ORDER, done) == "1 of 3 nodes done; 1 hit; waiting for n1, n3"
 
 
 # --- interrupts
@@ -185,7 +187,7 @@ def test_interrupted_warm_cancels_its_jobs_and_waits_for_their_sruns(
     slurm = fake(srun, f"touch {tmp_path}/cancelled")
     both = interrupt_when(lambda: pids.exists() and pids.read_text().count("\n") == 2)
     with pytest.raises(Interrupted):
-        warm.warm(msgspec.structs.replace(ORDER, at_once=2), slurm, Clock(), "token", both)
+        warm.warm_nodes(msgspec.structs.replace(ORDER, at_once=2), slurm, Clock(), "token", both)
     lines = asked(tmp_path)
     assert sorted({line.split()[0] for line in lines}) == ["scancel", "srun"]
     assert sum(line.startswith("srun") for line in lines) == 2, "the third is not begun any more"
@@ -205,7 +207,7 @@ def test_warm_interrupted_before_srun_submits_still_cancels_the_job(
     slurm = fake(srun, f"rm -f {job}; touch {tmp_path}/early")
     began = interrupt_when((tmp_path / "began").exists)
     with pytest.raises(Interrupted):
-        warm.warm(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
+        warm.warm_nodes(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
     assert sum(line.startswith("scancel") for line in asked(tmp_path)) >= 2
 
 
@@ -217,7 +219,7 @@ def test_interrupted_warm_kills_an_srun_that_does_not_end(
     slurm = fake(f"echo $$ >{pid}; exec sleep 600")
     began = interrupt_when(lambda: pid.exists() and pid.read_text().endswith("\n"))
     with pytest.raises(Interrupted):
-        warm.warm(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
+        warm.warm_nodes(WarmRequest((IMAGE,), ("n1",)), slurm, Clock(), "token", began)
     assert not Path("/proc", pid.read_text().strip()).exists()
 
 
@@ -294,13 +296,13 @@ def event(
 def test_job_images_status_is_derived_from_the_events_of_the_job_and_its_copies(
     log: list[EventRecord], result: str, reason: str
 ) -> None:
-    (found,) = job_images.by_events(log, 7, [IMAGE])
+    (found,) = job_images.results_from_events(log, 7, [IMAGE])
     assert (found.result, found.reason) == (result, reason)
 
 
 def test_job_images_status_finds_events_of_a_name_with_a_newline() -> None:
     log = [event("prolog", 7, result="hit", request="/lustre/a\\nb")]
-    assert job_images.by_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
+    assert job_images.results_from_events(log, 7, ["/lustre/a\nb"])[0].result == "hit"
 
 
 def test_warm_on_the_node_as_root_waits_for_a_copy_started_by_the_prolog(site: Site) -> None:
@@ -321,7 +323,7 @@ def test_warm_on_the_node_as_root_waits_for_a_copy_started_by_the_prolog(site: S
                 events.append_events(site.places.events, [copied])
 
     with held:
-        (found,) = warm_node.results(site.places, Turning(), 7, (image,))
+        (found,) = warm_node.read_results(site.places, Turning(), 7, (image,))
     assert (found.result, len(slept)) == ("copied", 3)
 
 
@@ -333,7 +335,7 @@ def test_warm_on_the_node_checks_the_cache_for_a_copy_without_an_end_event(
     key = site.publish(source) if published else site.look(source).key
     started = event("prolog", 7, result="started", request=str(source), image=str(source), key=key)
     events.append_events(site.places.events, [started])
-    (found,) = warm_node.results(site.places, NoWait(), 7, (str(source),))
+    (found,) = warm_node.read_results(site.places, NoWait(), 7, (str(source),))
     assert found.result == ("copied" if published else "failed")
 
 
@@ -355,7 +357,7 @@ def test_warm_on_the_node_reports_unseen_to_a_user_without_events(
     site: Site, alice: Callable[[EventRecord], None]
 ) -> None:
     alice(event("prolog", 6, result="hit", request=IMAGE))
-    (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
+    (found,) = warm_node.read_results(site.places, Clock(), 7, (IMAGE,))
     assert (found.result, found.is_here) == ("unseen", False)
     assert "forestage explain 7" in found.detail
 
@@ -365,13 +367,13 @@ def test_warm_on_the_node_as_a_user_waits_for_another_users_copy(
 ) -> None:
     """An image with an odd name is found; one that the job did not name has failed."""
     odd, key = "/lustre/a\nb", "a" * 32
-    alice(event("prolog", 7, result="started", request=printable(odd), key=key))
+    alice(event("prolog", 7, result="started", request=make_printable(odd), key=key))
 
     class Turning(Clock):
         def sleep(self, seconds: float) -> None:
             alice(EventRecord(NOW + 9, "stager", 0, CopyOutcome("copied", key=key, wait=9.0)))
 
-    found = warm_node.results(site.places, Turning(), 7, (odd, IMAGE))
+    found = warm_node.read_results(site.places, Turning(), 7, (odd, IMAGE))
     assert [(one.image, one.result) for one in found] == [(odd, "copied"), (IMAGE, "failed")]
 
 
@@ -389,9 +391,9 @@ def test_warm_on_the_node_as_a_user_waits_at_most_an_hour_for_a_killed_copy(
             nonlocal now
             now += 600.0
 
-    (found,) = warm_node.results(site.places, Hours(), 7, (IMAGE,))
+    (found,) = warm_node.read_results(site.places, Hours(), 7, (IMAGE,))
     assert (found.result, found.is_here) == ("copying", False)
-    assert now >= warm_node.UNHEARD
+    assert now >= warm_node.USER_TIMEOUT
 
 
 def test_warm_on_the_node_stops_waiting_if_no_copy_runs(site: Site) -> None:
@@ -408,7 +410,7 @@ def test_warm_on_the_node_stops_waiting_if_no_copy_runs(site: Site) -> None:
 
 def test_warm_on_the_node_reports_a_broken_configuration_as_failed(site: Site) -> None:
     site.configure("nonsense: 1\n")
-    (found,) = warm_node.results(site.places, Clock(), 7, (IMAGE,))
+    (found,) = warm_node.read_results(site.places, Clock(), 7, (IMAGE,))
     assert (found.result, found.reason) == ("failed", "config")
 
 
@@ -420,5 +422,5 @@ def test_warm_on_the_node_prints_odd_names_on_one_line_that_warm_parses(
     (line,) = capsys.readouterr().out.splitlines()
     names = [one["image"] for one in json.loads(line)["images"]]
     assert names == ["/lustre/a\\nb", "/lustre/\\udcff"]
-    found = warm.answer("n1", run.ProcessResult(("srun",), 0, line, ""), 1.0)
+    found = warm.parse_node_result("n1", run.ProcessResult(("srun",), 0, line, ""), 1.0)
     assert (found.job, len(found.images)) == (7, 2)

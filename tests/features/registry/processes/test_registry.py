@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache.image import SourceImage
 from forestage.cache.node import Node
+from forestage.cache.source_image import SourceImage
 from forestage.events import RequestOutcome
 from forestage.features.registry import step_files, user_notes
 from forestage.features.registry import step_image as registry
 from forestage.features.registry.step_image import RegistryRequest
-from forestage.features.registry.waiting import WaitingTasks
+from forestage.features.registry.waiting_tasks import WaitingTasks
 from forestage.hooks import leases
-from forestage.hooks.answers import RequestResult
-from forestage.hooks.limit import HookDeadlines
+from forestage.hooks.hook_deadlines import HookDeadlines
+from forestage.hooks.request_results import RequestResult
 from forestage.slurm.job import Job
-from forestage.system import child
+from forestage.system import forked_child
 from node import children_left, until
 
 
@@ -42,7 +42,7 @@ def test_empty_cgroups_of_a_worker_are_removed_after_the_step_has_ended(
     """Not while Slurm may still use them: the job's, until its Epilog has been here."""
     group = tmp_path / "uid_1/job_7/step_0"
     group.mkdir(parents=True)
-    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: [group / "cgroup.procs"])
+    monkeypatch.setattr(forked_child, "find_task_cgroups", lambda manager: [group / "cgroup.procs"])
     pid = os.getpid() if manager == "lives" else dead()
     with registry._clean_up_cgroups(msgspec.structs.replace(asking, manager=pid), tasks):
         if over:

@@ -14,8 +14,8 @@ from threading import Thread
 from typing import Any
 
 from forestage.features.registry import worker
-from forestage.features.registry.messages import ImportOrder, WorkerMessage
 from forestage.features.registry.worker import RegistryWorker
+from forestage.features.registry.worker_messages import ImportOrder, WorkerMessage
 from forestage.system import mounts, run
 from forestage.system.as_user import User
 
@@ -122,7 +122,9 @@ class Login:
         self.runtime.chmod(0o1777)
         home = folder / "lib/bin"
         home.mkdir(parents=True)
-        script = f"#!{sys.executable} -I\nfrom forestage.commands.entry import main\nmain()\n"
+        script = (
+            f"#!{sys.executable} -I\nfrom forestage.commands.console_script import main\nmain()\n"
+        )
         (home / "forestage").write_text(script)
         (home / "forestage").chmod(0o755)
         Path("/usr/lib/forestage").mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from imports import ALICE, BOB, NEW, OLD, Registry, Site, last, processes, until
 
 import node as waited
 from forestage.features.registry import user_notes
-from forestage.features.registry.messages import (
+from forestage.features.registry.worker_messages import (
     DigestResolved,
     ImageReady,
     ImportRefused,

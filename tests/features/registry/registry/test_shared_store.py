@@ -20,10 +20,10 @@ from imports import ALICE, BOB, IMAGE, NEW, OLD, ROOT, Login
 
 from forestage.clock import Clock
 from forestage.config import load_config
-from forestage.features.registry import store_by_hand as registry
-from forestage.features.registry.collect import CollectionResult
+from forestage.features.registry import store_commands as registry
 from forestage.features.registry.store import ImageStore
 from forestage.features.registry.store_age import AGAIN
+from forestage.features.registry.store_collection import CollectionResult
 from forestage.paths import NodePaths
 from forestage.system import as_user, mounts
 from forestage.system.as_user import User

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from imports import processes, until
 
 from forestage.features.registry import worker
-from forestage.features.registry.messages import ImportProgress, ImportRefused
 from forestage.features.registry.worker import MOST, RegistryWorker
+from forestage.features.registry.worker_messages import ImportProgress, ImportRefused
 from forestage.system import run
 from forestage.system.as_user import User
 

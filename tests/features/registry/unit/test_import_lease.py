@@ -9,7 +9,12 @@ import pytest
 
 from forestage.clock import Clock
 from forestage.features.registry import import_lease
-from forestage.features.registry.import_lease import BEAT, DEAD, ImportLease, ImportLeaseRecord
+from forestage.features.registry.import_lease import (
+    DEAD_AFTER,
+    HEARTBEAT_INTERVAL,
+    ImportLease,
+    ImportLeaseRecord,
+)
 from forestage.features.registry.store import ImageStore
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
@@ -55,8 +60,8 @@ def test_import_lease_is_kept_while_its_worker_renews(store: ImageStore) -> None
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
     for _ in range(20):
-        at_a.now += BEAT
-        at_b.now += DEAD - 1
+        at_a.now += HEARTBEAT_INTERVAL
+        at_b.now += DEAD_AFTER - 1
         assert a.beat()
         assert not b.take()
 
@@ -77,7 +82,7 @@ def test_import_lease_of_a_silent_worker_is_taken_over_after_a_minute_of_the_wai
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     assert a.take()
     assert not b.take()
-    at_b.now += DEAD - 1
+    at_b.now += DEAD_AFTER - 1
     assert not b.take()
     at_b.now += 1
     assert b.take()
@@ -91,7 +96,7 @@ def test_import_lease_of_a_dead_worker_is_taken_over_by_one_of_eight_waiters(
     lookers = [join(store, elsewhere(f"n{n}", f"t{n}"), n) for n in range(1, 9)]
     assert not any(one.take() for one, _ in lookers)
     for _, clock in lookers:
-        clock.now += DEAD
+        clock.now += DEAD_AFTER
     assert sum(one.take() for one, _ in lookers) == 1
 
 
@@ -99,9 +104,9 @@ def test_worker_that_lost_its_import_lease_stops_at_its_next_renewal(store: Imag
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
-    at_b.now += DEAD
+    at_b.now += DEAD_AFTER
     assert b.take()
-    at_a.now += BEAT
+    at_a.now += HEARTBEAT_INTERVAL
     assert not a.beat()
     assert not a.is_ours()
     a.end()
@@ -123,7 +128,7 @@ def test_worker_without_its_lease_file_does_not_own_a_new_lease_of_the_same_numb
 
 
 def test_import_lease_of_a_reused_pid_is_taken_over_at_once(store: ImageStore) -> None:
-    me = import_lease.of_this_process("n1")
+    me = import_lease.make_lease_record("n1")
     a = ImportLease(
         store, NAME, ImportLeaseRecord("a", "n1", me.boot, me.pids, os.getpid(), "1"), Clock()
     )
@@ -132,7 +137,7 @@ def test_import_lease_of_a_reused_pid_is_taken_over_at_once(store: ImageStore) -
 
 
 def test_import_lease_of_another_pid_namespace_is_not_taken_over_at_once(store: ImageStore) -> None:
-    me = import_lease.of_this_process("n1")
+    me = import_lease.make_lease_record("n1")
     a = ImportLease(
         store, NAME, ImportLeaseRecord("a", "n1", me.boot, "pid:[1]", 4_000_000, "1"), Clock()
     )
@@ -144,7 +149,7 @@ def test_end_of_an_import_lease_leaves_no_lease_files(store: ImageStore) -> None
     a, _ = join(store, elsewhere("n1", "a"), 100)
     b, at_b = join(store, elsewhere("n2", "b"), 9000)
     a.take(), b.take()
-    at_b.now += DEAD
+    at_b.now += DEAD_AFTER
     b.take()
     b.end()
     assert {path.name for path in store.folder.iterdir()} <= {f"{NAME}.wanted"}
@@ -175,6 +180,6 @@ def test_invalid_lease_file_is_taken_over_after_a_minute(store: ImageStore, kind
         path.write_text("" if kind == "empty" else "[" * 70_000)
     a, at_a = join(store, elsewhere("n1", "a"), 100)
     assert not a.take()
-    at_a.now += DEAD
+    at_a.now += DEAD_AFTER
     assert a.take()
     assert a.is_ours()

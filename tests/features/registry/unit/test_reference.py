@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forestage.errors import Declined
 from forestage.features.registry import reference
-from forestage.features.registry.reference import ImageReference, name, parse
+from forestage.features.registry.reference import ImageReference, make_image_name, parse_reference
 
 HUB = "registry-1.docker.io"
 HEX = "0123456789abcdef" * 4
@@ -58,7 +58,7 @@ def test_image_reference_is_parsed_as_by_enroot(
     text: str, user: str, registry: str, repository: str, which: str
 ) -> None:
     tag, digest = ("", which) if which.startswith("sha256:") else (which, "")
-    assert parse(text) == ImageReference(user, registry, repository, tag, digest)
+    assert parse_reference(text) == ImageReference(user, registry, repository, tag, digest)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_image_reference_is_parsed_as_by_enroot(
 )
 def test_invalid_image_reference_is_declined_as_bad_reference(text: str) -> None:
     with pytest.raises(Declined) as caught:
-        parse(text)
+        parse_reference(text)
     assert caught.value.reason == "bad-reference"
     assert str(caught.value).isprintable()
 
@@ -93,7 +93,7 @@ def test_invalid_image_reference_is_declined_as_bad_reference(text: str) -> None
 @pytest.mark.parametrize("text", ["dockerd://ubuntu", "podman://localhost/tool:1", "dockerd://"])
 def test_dockerd_or_podman_reference_is_declined(text: str) -> None:
     with pytest.raises(Declined) as caught:
-        parse(text)
+        parse_reference(text)
     assert caught.value.reason == "registry"
 
 
@@ -103,7 +103,7 @@ ALPHABET = "ab0Z.:/@#_-$sha256 \n%~?=;\\é"
 @given(st.text(st.sampled_from(ALPHABET), max_size=30) | st.text(max_size=40))
 def test_parsed_reference_is_safe_in_urls_command_lines_and_file_names(text: str) -> None:
     try:
-        found = parse(text)
+        found = parse_reference(text)
     except Declined:
         return
     for part in (found.user, found.registry, found.repository, found.tag, found.digest):
@@ -119,39 +119,46 @@ def test_parsed_reference_is_safe_in_urls_command_lines_and_file_names(text: str
 
 @given(st.sampled_from(["nvcr.io#a/b:1", "joe@h:5000#a", "ubuntu", "$x@a.io/b/c:2", "a@b@c.d/e"]))
 def test_enroot_uri_with_a_digest_parses_back_for_every_release(text: str) -> None:
-    found = parse(text)
+    found = parse_reference(text)
     for release in ((4, 1, 2), (4, 0, 0), (3, 5, 0), (3, 0, 1)):
-        again = parse(found.uri(DIGEST, release))
+        again = parse_reference(found.uri(DIGEST, release))
         assert again == ImageReference(found.user, found.registry, found.repository, "", DIGEST)
 
 
 def test_enroot_uri_has_the_form_of_each_enroot_release() -> None:
-    found = parse("joe@nvcr.io#nvidia/pytorch:25.01-py3")
+    found = parse_reference("joe@nvcr.io#nvidia/pytorch:25.01-py3")
     begin = "docker://joe@nvcr.io#nvidia/pytorch"
     assert found.uri(DIGEST) == f"{begin}@{DIGEST}"
     assert found.uri(DIGEST, (3, 5, 0)) == f"{begin}:{DIGEST}"
     assert found.uri(DIGEST, (3, 0, 0)) == f"{begin}:25.01-py3"
-    assert parse(f"nvcr.io#x@{DIGEST}").uri(DIGEST, (4, 0, 0)) == f"docker://nvcr.io#x@{DIGEST}"
+    assert (
+        parse_reference(f"nvcr.io#x@{DIGEST}").uri(DIGEST, (4, 0, 0))
+        == f"docker://nvcr.io#x@{DIGEST}"
+    )
 
 
 def test_reference_text_contains_no_user_name() -> None:
-    assert parse("joe@docker.io/ubuntu").text == f"{HUB}#library/ubuntu:latest"
-    assert parse(f"joe@a.io/x:1@{DIGEST}").text == f"a.io#x@{DIGEST}"
+    assert parse_reference("joe@docker.io/ubuntu").text == f"{HUB}#library/ubuntu:latest"
+    assert parse_reference(f"joe@a.io/x:1@{DIGEST}").text == f"a.io#x@{DIGEST}"
 
 
 def test_store_name_differs_by_digest_architecture_options_and_repository() -> None:
-    found = parse("nvcr.io#nvidia/pytorch:1")
+    found = parse_reference("nvcr.io#nvidia/pytorch:1")
     names = {
-        name(found, DIGEST, "x86_64", "-comp lzo"),
-        name(found, DIGEST, "aarch64", "-comp lzo"),
-        name(found, DIGEST, "x86_64", "-comp zstd\udcff"),
-        name(found, f"sha256:{'0' * 64}", "x86_64", "-comp lzo"),
-        name(parse("nvcr.io#nvidia/pytorc:1"), DIGEST, "x86_64", "-comp lzo"),
-        name(parse("nvcr.i#o/nvidia/pytorch:1"), DIGEST, "x86_64", "-comp lzo"),
+        make_image_name(found, DIGEST, "x86_64", "-comp lzo"),
+        make_image_name(found, DIGEST, "aarch64", "-comp lzo"),
+        make_image_name(found, DIGEST, "x86_64", "-comp zstd\udcff"),
+        make_image_name(found, f"sha256:{'0' * 64}", "x86_64", "-comp lzo"),
+        make_image_name(parse_reference("nvcr.io#nvidia/pytorc:1"), DIGEST, "x86_64", "-comp lzo"),
+        make_image_name(
+            parse_reference("nvcr.i#o/nvidia/pytorch:1"), DIGEST, "x86_64", "-comp lzo"
+        ),
     }
     assert len(names) == 6
     assert all(len(made) < 120 and "/" not in made and ":" not in made for made in names)
-    same = name(parse("joe@nvcr.io/nvidia/pytorch:other"), DIGEST, "x86_64", "-comp lzo")
+    same = make_image_name(
+        parse_reference("joe@nvcr.io/nvidia/pytorch:other"), DIGEST, "x86_64", "-comp lzo"
+    )
     assert same in names, "neither the user nor the tag makes another file"
     assert same.startswith(f"{HEX}-x86_64-")
 

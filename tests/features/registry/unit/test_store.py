@@ -15,11 +15,11 @@ from forestage.clock import Clock
 from forestage.errors import Declined
 from forestage.features.registry import store as module
 from forestage.features.registry import store_age
-from forestage.features.registry.obtain import FOR_ALL
+from forestage.features.registry.image_import import SHARED_FAILURE_REASONS
 from forestage.features.registry.store import ImageRecord, ImageStore
 from forestage.features.registry.store_age import StoreCollection
-from forestage.features.registry.store_by_hand import ELSEWHERE
-from forestage.features.registry.store_files import create, load
+from forestage.features.registry.store_commands import STEP_IMPORT_REASONS
+from forestage.features.registry.store_files import find_own_record, try_create_file
 from forestage.system import mounts, records
 
 NAME = "ab" * 32 + "-x86_64-0123456789abcdef"
@@ -52,7 +52,9 @@ def test_published_store_image_is_found_and_its_record_touched(
     os.utime(noted, (1, 1))
     assert store.find(NAME) == path
     assert noted.stat().st_mtime > 1
-    assert load(noted, ImageRecord) == ImageRecord("here#image:v1", OLD, 1.0, len(squashfs), "n1")
+    assert find_own_record(noted, ImageRecord) == ImageRecord(
+        "here#image:v1", OLD, 1.0, len(squashfs), "n1"
+    )
     assert {one.suffix for one in store.folder.iterdir()} == {".sqsh", ".json"}
 
 
@@ -79,13 +81,13 @@ def test_part_deleted_before_publishing_is_declined_with_a_reason_for_another_im
     """The sweep does so where a user has too much on a node: their step begins all the same."""
     with pytest.raises(Declined, match="deleted while it was written") as declined:
         store.publish(NAME, store.part(NAME), RECORD, None)
-    assert declined.value.reason in ELSEWHERE
-    assert declined.value.reason not in FOR_ALL
+    assert declined.value.reason in STEP_IMPORT_REASONS
+    assert declined.value.reason not in SHARED_FAILURE_REASONS
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_or_quota_error_is_declined_as_store_full(store: ImageStore, code: int) -> None:
-    with pytest.raises(Declined) as declined, module.told(store.folder):
+    with pytest.raises(Declined) as declined, module.convert_store_errors(store.folder):
         raise OSError(code, os.strerror(code))
     assert declined.value.reason == "store-full"
 
@@ -102,19 +104,19 @@ def unused(store: ImageStore, seconds: float) -> None:
     """Nothing there was touched for so long, as the nodes' collections have counted."""
     files = [(str(one.relative_to(store.folder)), one.stat().st_mtime_ns)
              for one in store.folder.rglob("*.json")]  # fmt: skip
-    known = store_age.count_seconds(StoreCollection(), files, 0.0, "one")
-    known = store_age.count_seconds(known, files, seconds, "two")
+    known = store_age.make_next_collection(StoreCollection(), files, 0.0, "one")
+    known = store_age.make_next_collection(known, files, seconds, "two")
     (store.folder / "collected-7").write_bytes(msgspec.json.encode(known))
 
 
 def test_digest_record_of_an_old_job_with_the_same_number_is_ignored(store: ImageStore) -> None:
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
-    unused(store, module.OLD - 60)
+    unused(store, module.RECORD_LASTS - 60)
     before = path.stat().st_mtime_ns
     assert store.job_digest("12", "here#image:v1") == OLD
     assert path.stat().st_mtime_ns > before, "it is used, and so is not old"
-    unused(store, module.OLD + 60)
+    unused(store, module.RECORD_LASTS + 60)
     assert store.job_digest("12", "here#image:v1") is None
     assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
     assert store.job_digest("12", "here#image:v1") == NEW
@@ -145,9 +147,9 @@ def test_digest_record_ages_by_the_file_servers_clock_if_the_server_sets_the_tim
     store.set_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     there = path.stat().st_mtime
-    os.utime(path, (there - module.OLD + 60, there - module.OLD + 60))
+    os.utime(path, (there - module.RECORD_LASTS + 60, there - module.RECORD_LASTS + 60))
     assert store.job_digest("12", "here#image:v1") == OLD
-    os.utime(path, (there - module.OLD - 60, there - module.OLD - 60))
+    os.utime(path, (there - module.RECORD_LASTS - 60, there - module.RECORD_LASTS - 60))
     assert store.job_digest("12", "here#image:v1") is None
     assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
     assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
@@ -187,8 +189,8 @@ def test_last_digest_of_a_tag_is_the_most_recently_stored(store: ImageStore) -> 
 
 def test_second_create_of_a_store_file_fails_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert create(path, b"first")
-    assert not create(path, b"second")
+    assert try_create_file(path, b"first")
+    assert not try_create_file(path, b"second")
     assert path.read_bytes() == b"first"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
@@ -201,8 +203,8 @@ def test_store_file_is_created_exclusively_without_hard_links(
     monkeypatch.setattr(os, "link", refuses(code))
     if not renames:
         monkeypatch.setattr(records, "rename_no_replace", refuses(errno.EINVAL))
-    assert create(tmp_path / "file", b"first")
-    assert not create(tmp_path / "file", b"second")
+    assert try_create_file(tmp_path / "file", b"first")
+    assert not try_create_file(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
@@ -244,7 +246,7 @@ def test_half_written_digest_record_is_waited_for_and_then_replaced(
     if ends:
         clock.happens = lambda: path.write_bytes(whole)
     assert store.set_job_digest("12", "here#image:v1", NEW) == (OLD if ends else NEW)
-    assert clock.now <= module.HALF + 1
+    assert clock.now <= module.WRITE_TIMEOUT + 1
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "large", "nested", "bytes"])
@@ -259,4 +261,4 @@ def test_invalid_store_record_is_read_as_none(tmp_path: Path, kind: str) -> None
         path.mkdir()
     else:
         path.write_bytes({"large": b" " * 100_000, "nested": b"[" * 5000, "bytes": b"\xff"}[kind])
-    assert load(path, ImageRecord) is None
+    assert find_own_record(path, ImageRecord) is None

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forestage.clock import Clock
+from forestage.commands.command_context import CommandContext, ExitStatus
+from forestage.commands.event_counters import EventTally
 from forestage.commands.main import main
-from forestage.commands.tally import EventTally
-from forestage.commands.world import CommandContext, ExitStatus
 from forestage.events import (
     BadEntryOutcome,
     CopyOutcome,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from forestage.events import CopyOutcome, EventHook, EventRecord, Outcome, RequestOutcome
 from forestage.features import report as reports
-from forestage.features.report import format as fmt
+from forestage.features.report import figure_format as fmt
 from forestage.features.report.figures import DAY
-from forestage.features.report.page import count_scale, size_scale
+from forestage.features.report.page import round_up_count, round_up_size
 
 GIB = 1 << 30
 NOW = 1_800_000_000.0
@@ -83,8 +83,8 @@ def page(tmp_path: Path, events: list[EventRecord], *more: bytes) -> bytes:
     """From a log with these events, then `more` lines, to the page."""
     log = tmp_path / "log"
     log.write_bytes(b"\n".join([*map(msgspec.json.encode, events), *more]))
-    report = reports.from_logs([str(log)], reports.TimeWindow(), NOW, 3600)
-    return reports.as_page(report)
+    report = reports.make_report_from_logs([str(log)], reports.TimeWindow(), NOW, 3600)
+    return reports.format_page(report)
 
 
 @pytest.fixture
@@ -146,18 +146,18 @@ def test_report_page_without_events_says_so_and_has_no_plot(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (fmt.share(0.99999), "99.9 %"),
-        (fmt.share(1.0), "100.0 %"),
-        (fmt.share(0.29), "29.0 %"),
-        (fmt.share(None), "–"),
-        (fmt.duration(0.0204), "20 ms"),
-        (fmt.duration(34.4), "34 s"),
-        (fmt.duration(-47.0), "−47 s"),
-        (fmt.duration(27114.0), "7.5 h"),
-        (fmt.duration(3600 * 12345.6), "12,346 h"),
-        (fmt.zone(-12600), "UTC−03:30"),
-        (fmt.plural(1, "copy", "copies"), "1 copy"),
-        (fmt.plural(1200, "copy", "copies"), "1,200 copies"),
+        (fmt.format_share(0.99999), "99.9 %"),
+        (fmt.format_share(1.0), "100.0 %"),
+        (fmt.format_share(0.29), "29.0 %"),
+        (fmt.format_share(None), "–"),
+        (fmt.format_seconds(0.0204), "20 ms"),
+        (fmt.format_seconds(34.4), "34 s"),
+        (fmt.format_seconds(-47.0), "−47 s"),
+        (fmt.format_seconds(27114.0), "7.5 h"),
+        (fmt.format_seconds(3600 * 12345.6), "12,346 h"),
+        (fmt.format_utc_offset(-12600), "UTC−03:30"),
+        (fmt.format_plural(1, "copy", "copies"), "1 copy"),
+        (fmt.format_plural(1200, "copy", "copies"), "1,200 copies"),
     ],
 )
 def test_report_numbers_are_rounded_without_exaggeration(shown: str, expected: str) -> None:
@@ -166,6 +166,6 @@ def test_report_numbers_are_rounded_without_exaggeration(shown: str, expected: s
 
 @given(st.integers(0, 10**15))
 def test_plot_scale_covers_the_largest_value_without_excess(largest: int) -> None:
-    for top in (count_scale(largest), size_scale(largest)):
+    for top in (round_up_count(largest), round_up_size(largest)):
         assert top >= max(largest, 1)
         assert top <= max(2, largest * 5)
