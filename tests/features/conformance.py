@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from forestage.features.metrics import sweep as metrics_sweep
     from forestage.features.metrics import tend as metrics_tend
     from forestage.features.peers import activation as peers_activation
-    from forestage.features.peers import asked_node as peers_asked_node
     from forestage.features.peers import checks as peers_checks
     from forestage.features.peers import commands as peers_commands
     from forestage.features.peers import engine as peers_engine
     from forestage.features.peers import metrics as peers_metrics
+    from forestage.features.peers import queried_node as peers_queried_node
     from forestage.features.peers import status as peers_status
     from forestage.features.peers import sweep as peers_sweep
     from forestage.features.peers import tend as peers_tend
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     _must_be(doors.SWEEP_AFTERWARDS)(metrics_sweep.afterwards)
     _must_be(doors.TEND_EACH_MINUTE)(metrics_tend.each_minute)
     _must_be(doors.ACTIVATION_IS_ON)(peers_activation.is_on)
-    _must_be(doors.ASKED_NODE_ASK_NODE)(peers_asked_node.ask_node)
     _must_be(doors.CHECKS_FINDINGS)(peers_checks.findings)
     _must_be(doors.CHECKS_WANTS_UNIT)(peers_checks.wants_unit)
     _must_be(doors.COMMANDS)(peers_commands)
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     _must_be(doors.ENGINE_UPLOADED)(peers_engine.uploaded)
     _must_be(doors.METRICS_COUNT)(peers_metrics.count)
     _must_be(doors.METRICS_READ_METRICS)(peers_metrics.read_metrics)
+    _must_be(doors.QUERIED_NODE_QUERY_NODE)(peers_queried_node.query_node)
     _must_be(doors.STATUS_READ_SENT)(peers_status.read_sent)
     _must_be(doors.STATUS_READ_STATUS)(peers_status.read_status)
     _must_be(doors.SWEEP_ASK_SLURM)(peers_sweep.ask_slurm)

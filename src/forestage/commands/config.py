@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def config(world: "CommandContext", partition: str | None, as_json: bool) -> None:
     """Print every setting, and the file that it comes from."""
-    from forestage.commands import table_output as view
+    from forestage.commands import show as view
     from forestage.system.terminal import escape_control_characters
 
     settings = world.settings()

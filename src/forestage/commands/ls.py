@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def ls(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     """List the entries, last used first: all, or those named."""
     from forestage.commands import inventory
-    from forestage.commands import table_output as view
+    from forestage.commands import show as view
 
     found = inventory.read_inventory(world.node())
     if words:

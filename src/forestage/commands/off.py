@@ -1,4 +1,4 @@
-"""`forestage off` and `switch_on`: switch staging off on this node at once, and on again."""
+"""`forestage off` and `on`: switch staging off on this node at once, and on again."""
 
 import click
 import msgspec
@@ -33,7 +33,7 @@ class SwitchResult(msgspec.Struct, frozen=True):
 
 
 def switch_off(places: NodePaths, clock: Clock, reason: str, seconds: float | None) -> SwitchResult:
-    """Switches staging off, for so many seconds or until `switch_on`; as root. Raises OSError."""
+    """Switch staging off, for so many seconds or until `forestage on`; as root. Raises OSError."""
     now = clock.wall()
     done = switch.turn_off(places, reason, None if seconds is None else now + seconds)
     why = switch.find_off_file_reason(places, now)
@@ -71,7 +71,7 @@ def _find_config_reason(places: NodePaths) -> str:
 
 
 def format_output(done: SwitchResult, turned: str) -> list[OutputBlock]:
-    """Pure: what `forestage off` and `switch_on` print; `turned` is which of the two it was."""
+    """Pure: what `forestage off` and `on` print; `turned` is which of the two it was."""
     if turned == "on":
         lines = [f"{file} removed." for file in done.files]
         state = f"Staging stays switched off: {done.why}" if done.off else "Staging is on."

@@ -214,7 +214,7 @@ FEATURES = (
         "peers",
         doors=(
             "activation.is_on",
-            "asked_node.ask_node",
+            "queried_node.query_node",
             "checks.findings",
             "checks.wants_unit",
             "commands",

@@ -167,8 +167,8 @@ SERVICE_ROUTES: Door[Callable[[], tuple[ServiceRoute, ...]]] = Door("service.rou
 # Nodes that ask each other: whether this one does (the time is monotonic), and a way to ask a node
 # for what a feature has at a path there; the text before names what the session is for.
 ACTIVATION_IS_ON: Door[Callable[[Config, NodePaths, float], bool]] = Door("activation.is_on")
-ASKED_NODE_ASK_NODE: Door[Callable[[Config, NodePaths, str, str, str], NodeClient]] = Door(
-    "asked_node.ask_node"
+QUERIED_NODE_QUERY_NODE: Door[Callable[[Config, NodePaths, str, str, str], NodeClient]] = Door(
+    "queried_node.query_node"
 )
 
 

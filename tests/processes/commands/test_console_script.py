@@ -47,7 +47,7 @@ def test_command_interrupted_while_it_is_imported_ends_by_sigint_and_prints_noth
 
 
 def test_command_interrupted_while_it_runs_exits_with_interrupted_status() -> None:
-    assert run("forestage.commands.table_output") == (ExitStatus.INTERRUPTED, "")
+    assert run("forestage.commands.show") == (ExitStatus.INTERRUPTED, "")
 
 
 def test_command_that_ignores_sigint_is_not_ended_while_it_is_imported() -> None:

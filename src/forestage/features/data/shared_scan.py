@@ -31,7 +31,7 @@ from forestage.clock import Deadline
 from forestage.errors import Declined, PeerError
 from forestage.features.data import manifest
 from forestage.features.data.manifest import DirectoryManifest
-from forestage.features.doors import ACTIVATION_IS_ON, ASKED_NODE_ASK_NODE, load_doors
+from forestage.features.doors import ACTIVATION_IS_ON, QUERIED_NODE_QUERY_NODE, load_doors
 from forestage.slurm.job import Job
 from forestage.sources import source
 from forestage.system import as_user, files, lock, mounts, records
@@ -179,9 +179,9 @@ def _connect_to_first(node: Node, shared: SharedScan) -> "contextlib.closing[Nod
 
     Raises PeerError, OSError.
     """
-    ask_node = next(load_doors(ASKED_NODE_ASK_NODE))
+    query_node = next(load_doors(QUERIED_NODE_QUERY_NODE))
     path = f"/v1/look/{shared.job}/{shared.name}"
-    return contextlib.closing(ask_node(node.config, node.places, shared.first, shared.name, path))
+    return contextlib.closing(query_node(node.config, node.places, shared.first, shared.name, path))
 
 
 def _wait_for_notice(

@@ -21,7 +21,7 @@ SLOWEST = 1 << 20  # bytes a second; a limit for one answer
 GRACE = 10.0  # seconds more for it
 
 
-def ask_node(
+def query_node(
     config: Config, places: NodePaths, node: str, name: str, path: str
 ) -> "PeerNodeClient":
     """Return a node that may have something below a path of its service (service.routes).

@@ -19,7 +19,7 @@ from forestage.cache.job_notes import DirectoryCopyState
 from forestage.cache.node import Node as Bare
 from forestage.clock import Clock, Deadline
 from forestage.commands import inventory, status
-from forestage.commands.table_output import format_listing
+from forestage.commands.show import format_listing
 from forestage.config import load_config
 from forestage.events import CopyOutcome, RequestOutcome
 from forestage.features.data import (

@@ -1,4 +1,4 @@
-"""Views of `forestage ls`, `print_result` and `config`: entries and settings as tables."""
+"""Views of `forestage ls`, `show` and `config`: entries and settings as tables."""
 
 from collections.abc import Iterable
 
@@ -86,7 +86,7 @@ def format_settings(rows: Iterable[tuple[str, str, str]]) -> list[OutputBlock]:
 
 
 def format_output(shown: Iterable[EntryDetails], now: float) -> list[OutputBlock]:
-    """Pure: what `print_result` prints."""
+    """Pure: what `forestage show` prints."""
     separated: list[OutputBlock] = []
     for one in shown:
         separated += [TextLine(""), _format_details(one, now)]
