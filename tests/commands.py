@@ -12,14 +12,14 @@ import msgspec
 from click.testing import CliRunner, Result
 
 from forestage.cache import allocation, digest, disk_errors
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage, read_acl
 from forestage.cache.layout import Entry
 from forestage.cache.lease import EntryUse, Lease
 from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord, boot_id
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage, read_acl
 from forestage.clock import Clock
+from forestage.commands.command_context import ExitStatus
 from forestage.commands.main import CommandContext, main
-from forestage.commands.world import ExitStatus
 from forestage.config import load_config
 from forestage.paths import NodePaths
 from forestage.stage import chunks

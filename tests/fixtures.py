@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from commands import Site
-from forestage.cache import image
-from forestage.cache.image import AccessRights, FileIdentity, SourceImage
+from forestage.cache import source_image
 from forestage.cache.layout import Cache, Entry
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.part import Part, PartRecord
+from forestage.cache.source_image import AccessRights, FileIdentity, SourceImage
 from forestage.clock import Clock
 from forestage.config import Config
 from forestage.paths import NodePaths
@@ -103,7 +103,7 @@ def look(shared: Path, me: User) -> Callable[[Path], OpenImage]:
     def looking(path: Path) -> OpenImage:
         found, fd = opening.open_descriptor_as_user(str(path), me, [str(shared)], None, PATIENCE)
         assert fd is not None
-        return OpenImage(image.check_image(found, None), me, fd)
+        return OpenImage(source_image.check_image(found, None), me, fd)
 
     return looking
 

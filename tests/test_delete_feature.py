@@ -23,8 +23,8 @@ OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet"
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
 LEFT_BEHIND = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 LEFT = {
-    "system.apart": {"has_other_processes", "signal_other_processes"},
-    "system.child": {
+    "system.pid_namespace": {"has_other_processes", "signal_other_processes"},
+    "system.forked_child": {
         "has_child_owned_by",
         "join_slurm_cgroups",
         "read_job_memory_limit",
@@ -33,7 +33,7 @@ LEFT = {
     },
     "system.file_systems": {"is_inode_number_true", "read_file_handle"},
     "system.files": {"remove_tree"},
-    "system.holder": {"fetch_mount_clone", "lock_pid_file", "stop_daemon"},
+    "system.daemon": {"fetch_mount_clone", "lock_pid_file", "stop_daemon"},
     "system.libc": {"preload_libc"},
     "system.lock": {"acquire_slot"},
     "system.loop": {

@@ -26,9 +26,9 @@ from forestage.commands.main import CommandContext, main
 from forestage.commands.tend import TendPart
 from forestage.config import Config
 from forestage.features import FEATURES
-from forestage.features.data import wanted
-from forestage.slurm.lines import LANGUAGE
-from forestage.slurm.queue import SlurmClient
+from forestage.features.data import data_view
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.slurm.step_protocol import LANGUAGE
 from forestage.system import processes
 from forestage.system.sha256 import sha256
 from helper import Helper, environ
@@ -41,23 +41,23 @@ ANSWERS = ("use", "leave", "through", "later")
 
 PIECES = {
     # The core
-    "Prolog's process ended": "forestage.hooks.background:stop_prolog",
-    "Prolog's process awaited": "forestage.hooks.background:wait_for_prolog",
+    "Prolog's process ended": "forestage.hooks.background_prolog:stop_prolog",
+    "Prolog's process awaited": "forestage.hooks.background_prolog:wait_for_prolog",
     "time limits": "forestage.slurm.timeouts:read_limits",
     "earlier job released": "forestage.hooks.earlier_job:release_earlier_job",
     "files' marks": "forestage.cache.step_record:format_config_lines",
     "off switch": "forestage.config.switch:find_off_file_reason",
-    "configuration": "forestage.hooks.script:read_partition_config",
+    "configuration": "forestage.hooks.hook_work:read_partition_config",
     "user's groups": "forestage.system.as_user:query_name_service",
     "source opened": "forestage.sources.opening:open_image_for_hook",
     "lease taken": "forestage.hooks.leases:hold_entry",
-    "copy begun": "forestage.stage.wait:ensure_copy_started",
-    "copy awaited": "forestage.stage.wait:wait_for_copy",
+    "copy begun": "forestage.stage.copy_wait:ensure_copy_started",
+    "copy awaited": "forestage.stage.copy_wait:wait_for_copy",
     "further steps' record": "forestage.hooks.step:record_images_for_steps",
     "bad hints noted": "forestage.hooks.prolog:record_hint_problems",
     "user told": "forestage.hooks.user_messages:write_messages",
-    "step answered": "forestage.slurm.lines:encode_line",
-    "disk asked": "forestage.cache.disk:probe_disk",
+    "step answered": "forestage.slurm.step_protocol:encode_line",
+    "disk asked": "forestage.cache.disk_probe:probe_disk",
     "use noted": "forestage.hooks.epilog:record_last_use",
     "lease dropped": "forestage.cache.lease:LeaseDirectory.drop",
     "redirects claimed": "forestage.bind.redirect:claim_unneeded_binds",
@@ -67,10 +67,10 @@ PIECES = {
     "Prolog's events": "forestage.events:record_outcomes",
     "step's events": "forestage.events:record_outcomes",
     "Epilog's events": "forestage.events:record_outcomes",
-    "disk must answer": "forestage.cache.disk:check_writable",
+    "disk must answer": "forestage.cache.disk_probe:check_writable",
     "Slurm asked about leases": "forestage.commands.sweep:list_stale_leases",
-    "keepers looked at": "forestage.views.through.remains:list_hanging_keepers",
-    "earlier caches found": "forestage.cache.earlier:list_earlier_caches",
+    "keepers looked at": "forestage.views.through.keeper_cleanup:list_hanging_keepers",
+    "earlier caches found": "forestage.cache.earlier_caches:list_earlier_caches",
     "dead parts deleted": "forestage.commands.sweep:_SweepRun.dead_parts",
     "entries due": "forestage.commands.sweep:list_due_entries",
     "sweep noted": "forestage.commands.sweep:record_sweep_time",
@@ -78,22 +78,22 @@ PIECES = {
     "sweep's events": "forestage.events:record_events",
     # Images of registries
     "reference taken out": "forestage.features.registry.prolog:drop_reference",
-    "import begun": "forestage.features.registry.step_image:begin",
-    "steps' images forgotten": "forestage.features.registry.step_files:forget_job",
+    "import begun": "forestage.features.registry.step_image:start_import_process",
+    "steps' images forgotten": "forestage.features.registry.step_files:delete_job_files",
     "images' leftovers": "forestage.features.registry.step_files:list_leftovers",
-    "store collected": "forestage.features.registry.store_by_hand:clean_some",
+    "store collected": "forestage.features.registry.store_commands:collect_some_users",
     # Data
-    "data noted": "forestage.features.data.requests:_note",
-    "directory begun": "forestage.features.data.directory:begin",
-    "data looked up": "forestage.features.data.requests:show",
-    "directory shown": "forestage.features.data.directory:show",
-    "job's data released": "forestage.features.data.release:of_job",
-    "all data released": "forestage.features.data.release:of_all",
+    "data noted": "forestage.features.data.requests:_record_wanted",
+    "directory begun": "forestage.features.data.directory:start_in_prolog",
+    "data looked up": "forestage.features.data.requests:show_job_data",
+    "directory shown": "forestage.features.data.directory:show_in_step",
+    "job's data released": "forestage.features.data.release:release_job_data",
+    "all data released": "forestage.features.data.release:release_ended_jobs_data",
     # Peers
-    "wrong entries looked at": "forestage.features.peers.notices:keys",
-    "node list renewed": "forestage.features.peers.node_list:renew",
+    "wrong entries looked at": "forestage.features.peers.wrong_data_notices:list_keys_with_notices",
+    "node list renewed": "forestage.features.peers.node_list:renew_if_due",
     # Metrics
-    "old metrics dropped": "forestage.features.metrics.textfile:find_last",
+    "old metrics dropped": "forestage.features.metrics.textfile:find_last_textfile",
 }
 COUNTS: dict[str, Callable[..., bool]] = {
     "step answered": lambda *fields: fields[0] in ANSWERS,
@@ -579,7 +579,7 @@ class Played:
 
     def _is_settled(self) -> bool:
         """Whether what looks for the directory, which is not there, has ended."""
-        trees = wanted.read(self.node.leases, JOB).trees.values()
+        trees = data_view.read_job_data(self.node.leases, JOB).trees.values()
         return [tree.state for tree in trees] == ["declined"]
 
     def _listen(self) -> None:

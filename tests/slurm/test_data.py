@@ -17,7 +17,7 @@ from spec import ClusterSpec
 from steps import SHOW, accompanied, served
 
 from forestage.events import RequestOutcome
-from forestage.features.data.serving import PROCESS_NAME, PROGRAMS
+from forestage.features.data.squashfs_server import PROCESS_NAME, PROGRAMS
 
 POINT, ROOT = "/shared/alice/point", "/forestage-points"
 LOOK = f"cat {POINT}/etc/os-release"

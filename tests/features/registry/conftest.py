@@ -9,7 +9,7 @@ import pytest
 
 from fixtures import REFERENCE
 from forestage.features.registry.step_image import RegistryRequest
-from forestage.features.registry.waiting import WaitingTasks
+from forestage.features.registry.waiting_tasks import WaitingTasks
 from forestage.slurm.hints import Request
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from forestage.hooks import watch
-from forestage.hooks.watch import HookPipe, HookWorker, HookWorkerTimeout
+from forestage.hooks import hook_worker
+from forestage.hooks.hook_worker import HookPipe, HookWorker, HookWorkerTimeout
 
 Work = Callable[[HookPipe], None]
 Begin = Callable[..., HookWorker]
@@ -35,7 +35,7 @@ def children() -> Iterator[list[int]]:
 @pytest.fixture
 def begin(children: list[int], capfd: object) -> Begin:
     def begin(work: Work, keeps_stdout: bool = False) -> HookWorker:
-        forked = watch.fork_worker(keeps_stdout)
+        forked = hook_worker.fork_worker(keeps_stdout)
         assert forked is not None
         if isinstance(forked, HookPipe):
             try:
@@ -88,7 +88,7 @@ def test_hook_exits_when_its_worker_is_killed(begin: Begin) -> None:
 def test_hook_exits_when_its_worker_is_killed_though_another_process_holds_the_pipe(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "EXIT_POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(hook_worker, "EXIT_POLL_INTERVAL", 0.01)
     there, here = os.pipe()
 
     def work(child: HookPipe) -> None:
@@ -130,8 +130,8 @@ def test_worker_of_a_step_prints_its_answer_on_stdout(
 def test_worker_with_a_hanging_cache_is_killed_and_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PROBE_INTERVAL", 0.01)
-    seconds = iter((0.0, watch.HANG_AFTER - 1, watch.HANG_AFTER))
+    monkeypatch.setattr(hook_worker, "PROBE_INTERVAL", 0.01)
+    seconds = iter((0.0, hook_worker.HANG_AFTER - 1, hook_worker.HANG_AFTER))
     child = begin(hangs)
     with pytest.raises(HookWorkerTimeout) as late:
         child.wait(lambda cache: next(seconds))
@@ -142,7 +142,7 @@ def test_worker_with_a_hanging_cache_is_killed_and_not_waited_for(
 def test_worker_past_its_time_limit_is_killed_and_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "TIME_LIMIT_MARGIN", 0.0)
+    monkeypatch.setattr(hook_worker, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
         child.ends_within(0.05)
@@ -157,7 +157,7 @@ def test_worker_that_closed_its_pipe_but_does_not_exit_is_not_waited_for(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was killed with a file open of a server that hangs: its end waits for that."""
-    monkeypatch.setattr(watch, "TIME_LIMIT_MARGIN", 0.0)
+    monkeypatch.setattr(hook_worker, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
         child.ends_within(0.05)
@@ -177,11 +177,11 @@ def test_fork_worker_returns_none_and_leaks_no_descriptor_if_fork_fails(
 
     before = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", fork)
-    assert watch.fork_worker(keeps_stdout=False) is None
+    assert hook_worker.fork_worker(keeps_stdout=False) is None
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_calls_on_a_missing_hook_pipe_have_no_effect() -> None:
-    watch.NO_HOOK_PIPE.works_on("/cache")
-    watch.NO_HOOK_PIPE.ends_within(1.0)
-    watch.NO_HOOK_PIPE.end()  # and the process goes on
+    hook_worker.NO_HOOK_PIPE.works_on("/cache")
+    hook_worker.NO_HOOK_PIPE.ends_within(1.0)
+    hook_worker.NO_HOOK_PIPE.end()  # and the process goes on

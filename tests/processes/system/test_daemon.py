@@ -16,8 +16,8 @@ import pytest
 
 from forestage import log
 from forestage.errors import Declined
-from forestage.system import child, holder, lock
-from forestage.system.holder import DaemonSpec, StartChannel, StartReport, TaskConnections
+from forestage.system import daemon, forked_child, lock
+from forestage.system.daemon import DaemonSpec, StartChannel, StartReport, TaskConnections
 
 Patch = pytest.MonkeyPatch
 LIFE = DaemonSpec("holder")
@@ -39,21 +39,23 @@ def said(tmp_path: Path, monkeypatch: Patch) -> Callable[[], str]:
 def cgroup_moves(monkeypatch: Patch) -> list[tuple[int, str]]:
     """Where it goes from its cgroups, in place of going there."""
     gone: list[tuple[int, str]] = []
-    monkeypatch.setattr(child, "leave_job_cgroups", lambda adj, leaf: gone.append((adj, leaf)))
+    monkeypatch.setattr(
+        forked_child, "leave_job_cgroups", lambda adj, leaf: gone.append((adj, leaf))
+    )
     return gone
 
 
 @pytest.fixture(autouse=True)
 def no_children_left(monkeypatch: Patch) -> Iterator[None]:
     """Also of a test that fails."""
-    begin, pids = child.fork_with_socket, list[int]()
+    begin, pids = forked_child.fork_with_socket, list[int]()
 
     def noted(*works: Callable[..., None]) -> tuple[int, socket.socket]:
         pid, ours = begin(*works)
         pids.append(pid)
         return pid, ours
 
-    monkeypatch.setattr(child, "fork_with_socket", noted)
+    monkeypatch.setattr(forked_child, "fork_with_socket", noted)
     yield
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
@@ -106,7 +108,7 @@ def test_hook_continues_only_after_the_holder_has_left_its_session() -> None:
         hook.send(StartReport("ready"))
         signal.pause()
 
-    with holder.start_daemon(LIFE, "it", work, 600.0) as channel:
+    with daemon.start_daemon(LIFE, "it", work, 600.0) as channel:
         assert channel.recv(600) == StartReport("ready"), "it has waited for the first message"
         assert os.getsid(channel.pid) == channel.pid == os.getpgid(channel.pid)
         assert Path(f"/proc/{channel.pid}/comm").read_text() == "holder\n"
@@ -123,7 +125,7 @@ def test_holder_keeps_only_the_named_descriptors_of_its_hook(tmp_path: Path) -> 
         hook.begin(kept)
         signal.pause()
 
-    with lock.held(tmp_path / "lock", 0), holder.start_daemon(LIFE, "it", work, 600.0) as channel:
+    with lock.held(tmp_path / "lock", 0), daemon.start_daemon(LIFE, "it", work, 600.0) as channel:
         links = [os.readlink(file) for file in Path(f"/proc/{channel.pid}/fd").iterdir()]
         assert sorted(one for one in links if not one.startswith("socket:")) == [
             *["/dev/null"] * 3,
@@ -138,7 +140,7 @@ def test_holder_keeps_only_the_named_descriptors_of_its_hook(tmp_path: Path) -> 
     ("life", "gone"),
     [
         (DaemonSpec("x"), [(0, "serve")]),
-        (DaemonSpec("x", "copy", holder.OOM_EXEMPT), [(holder.OOM_EXEMPT, "copy")]),
+        (DaemonSpec("x", "copy", daemon.OOM_EXEMPT), [(daemon.OOM_EXEMPT, "copy")]),
         (DaemonSpec("x", None), []),  # its work is to end with the step
     ],
 )
@@ -149,7 +151,7 @@ def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
         hook.begin()
         hook.send(StartReport("ready" if cgroup_moves == gone else "failed"))
 
-    with holder.start_daemon(life, "it", work) as channel:
+    with daemon.start_daemon(life, "it", work) as channel:
         assert channel.recv(600) == StartReport("ready")
         ended(channel)
 
@@ -175,7 +177,7 @@ def test_error_that_ends_a_holder_is_sent_to_the_hook_and_logged(
         raise error
 
     try:
-        channel = holder.start_daemon(LIFE, "it", work, 600.0)
+        channel = daemon.start_daemon(LIFE, "it", work, 600.0)
     finally:
         if os.getpid() != here:
             os._exit(99)  # it came back into the hook's code
@@ -202,14 +204,14 @@ def killed(hook: StartChannel) -> None:
 def test_holder_that_dies_or_fails_is_declined_with_its_error(
     work: Callable[[StartChannel], None], why: str
 ) -> None:
-    with holder.start_daemon(LIFE, "it", work) as channel:
+    with daemon.start_daemon(LIFE, "it", work) as channel:
         with pytest.raises(Declined, match=why):
             channel.await_ready(600.0, "why")
         ended(channel)
 
 
 def test_holder_that_sends_no_message_is_declined_at_the_timeout() -> None:
-    with holder.start_daemon(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
+    with daemon.start_daemon(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
         with pytest.raises(Declined, match="does not answer"):
             channel.await_ready(0.05, "why")
         os.kill(channel.pid, signal.SIGKILL)
@@ -222,7 +224,7 @@ def test_await_ready_is_false_if_another_holder_is_already_running(state: str, r
         hook.begin()
         hook.send(StartReport(state))  # type: ignore[arg-type]
 
-    with holder.start_daemon(LIFE, "it", work) as channel:
+    with daemon.start_daemon(LIFE, "it", work) as channel:
         assert channel.await_ready(600.0, "why") is ready
         ended(channel)
 
@@ -234,7 +236,7 @@ def test_await_ready_is_false_if_another_holder_is_already_running(state: str, r
 def clients(path: str) -> Iterator[TaskConnections]:
     """They hear what they ask."""
     made = TaskConnections(
-        holder.listen_for_clients(Path(path)), lambda guest, asked: guest.sendall(asked)
+        daemon.listen_for_clients(Path(path)), lambda guest, asked: guest.sendall(asked)
     )
     yield made
     made.close()
@@ -249,7 +251,7 @@ def connect_client(path: str) -> socket.socket:
 
 def test_socket_of_a_holder_has_mode_0600_and_replaces_an_older_file(path: str) -> None:
     Path(path).touch(0o666)
-    with holder.listen_for_clients(Path(path)):
+    with daemon.listen_for_clients(Path(path)):
         assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
@@ -260,11 +262,11 @@ def test_socket_of_a_holder_has_mode_0600_and_replaces_an_older_file(path: str) 
 def test_client_limit_of_a_holder_leaves_descriptors_for_the_holder_itself(
     limit: int, most: int
 ) -> None:
-    assert holder.max_client_count(limit) == most
+    assert daemon.max_client_count(limit) == most
 
 
 def test_clients_beyond_the_descriptor_limit_of_a_holder_are_queued_and_answered(path: str) -> None:
-    listener = holder.listen_for_clients(Path(path))
+    listener = daemon.listen_for_clients(Path(path))
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -314,7 +316,7 @@ def test_each_connected_client_gets_its_answer_until_its_connection_closes(
 def test_clients_above_the_maximum_are_accepted_after_another_disconnects(
     clients: TaskConnections, path: str, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(holder, "MOST", 1)
+    monkeypatch.setattr(daemon, "MOST", 1)
     first, second = connect_client(path), connect_client(path)
     second.send(b"second")
     clients.attend(None)
@@ -331,7 +333,7 @@ def test_clients_above_the_maximum_are_accepted_after_another_disconnects(
 def test_client_connections_of_a_holder_are_non_blocking(path: str) -> None:
     blocking: list[bool] = []
     made = TaskConnections(
-        holder.listen_for_clients(Path(path)), lambda one, _: blocking.append(one.getblocking())
+        daemon.listen_for_clients(Path(path)), lambda one, _: blocking.append(one.getblocking())
     )
     with connect_client(path) as deaf:
         deaf.send(b"asked")
@@ -356,7 +358,7 @@ def test_descriptor_sent_with_a_clients_request_is_closed(
 
 def test_new_client_is_sent_the_greeting(path: str) -> None:
     greeted = TaskConnections(
-        holder.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
+        daemon.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
     )
     with connect_client(path) as one:
         greeted.attend(None)
@@ -391,8 +393,8 @@ def test_closed_task_connections_refuse_new_clients_and_still_attend(
 
 HOLDS = """
 import os, signal, sys
-from forestage.system import holder
-held = holder.lock_pid_file(os.open(sys.argv[1], os.O_RDONLY))
+from forestage.system import daemon
+held = daemon.lock_pid_file(os.open(sys.argv[1], os.O_RDONLY))
 signal.pause()
 """
 
@@ -405,7 +407,7 @@ def test_stop_daemon_ends_the_process_that_holds_the_directorys_lock(tmp_path: P
         os.sched_yield()
     reaper = threading.Thread(target=os.waitpid, args=(pid, 0))
     reaper.start()
-    holder.stop_daemon(tmp_path, 600.0)
+    daemon.stop_daemon(tmp_path, 600.0)
     reaper.join()
     assert lock.is_free(tmp_path / "held")
 
@@ -416,4 +418,4 @@ def test_stop_daemon_kills_no_process_for_the_lock_file_of_a_dead_holder(
 ) -> None:
     if left is not None:
         (tmp_path / "held").write_text(left)
-    holder.stop_daemon(tmp_path, 0.0)
+    daemon.stop_daemon(tmp_path, 0.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache import readers
-from forestage.cache.readers import NOW, PIECE, SOON, ArrivalMap
+from forestage.cache import arrival_map
+from forestage.cache.arrival_map import NOW, PIECE, SOON, ArrivalMap
 
 CHUNK = 4 * PIECE
 SIZE = 2 * CHUNK + PIECE + 5
@@ -31,7 +31,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stager(directory: Path, image: Path) -> ArrivalMap:
-    made = readers.create_map(directory, SIZE, CHUNK, image)
+    made = arrival_map.create_map(directory, SIZE, CHUNK, image)
     assert made is not None
     return made
 
@@ -82,7 +82,7 @@ def test_arrival_map_of_the_next_stager_is_empty(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
     stager.arrived(0, SIZE)
-    assert readers.create_map(directory, SIZE, CHUNK, image) is not None
+    assert arrival_map.create_map(directory, SIZE, CHUNK, image) is not None
     assert has(server, image) == []
 
 
@@ -129,7 +129,7 @@ def test_arrival_map_on_a_full_run_is_not_created_and_leaves_no_files(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    assert readers.create_map(directory, SIZE, CHUNK, image) is None
+    assert arrival_map.create_map(directory, SIZE, CHUNK, image) is None
     assert not directory.exists()
 
 
@@ -139,7 +139,7 @@ def test_server_reads_the_chunk_size_from_the_stagers_arrival_map(
     server = ArrivalMap(directory, SIZE)
     assert server.chunk == CHUNK
     server.want(1, NOW)
-    again = readers.create_map(directory, SIZE, PIECE, image)
+    again = arrival_map.create_map(directory, SIZE, PIECE, image)
     assert again is not None
     assert again.wanted() == []
     assert ArrivalMap(directory, SIZE).chunk == PIECE

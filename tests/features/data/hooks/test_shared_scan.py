@@ -17,16 +17,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from forestage.cache.job_notes import DirectoryCopyState
 from forestage.cache.node import Node as Bare
-from forestage.cache.said import DirectoryCopyState
 from forestage.clock import Clock
 from forestage.config import load_config
-from forestage.features.data import agreement, manifest, wanted
+from forestage.features.data import data_view, manifest, shared_scan
 from forestage.features.data import requests as data
-from forestage.features.data.agreement import ScannedFiles, ScanNotice, SharedScan
 from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
-from forestage.features.peers import activation, connection, protocol, unanswered
-from forestage.hooks.limit import HookDeadlines
+from forestage.features.data.shared_scan import ScannedFiles, ScanNotice, SharedScan
+from forestage.features.peers import activation, connection, protocol, silent_nodes
+from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm.job import Job
 from forestage.system import as_user, loop, mounts
 from node import ALICE, BOB, HANGS, Later, Node, until
@@ -92,11 +92,13 @@ class Cluster:
         bare = self.bare(name)
         limit = HookDeadlines.of(Clock(), 600.0, None)
         with self.counting(name):
-            (begun,) = data.begin(bare, self.job(name, f"stage={path}/", **facts), limit, None)
+            (begun,) = data.start_job_data(
+                bare, self.job(name, f"stage={path}/", **facts), limit, None
+            )
         assert (begun.result, begun.reason) == ("started", "")
 
         def ended() -> DirectoryCopyState | None:
-            one = wanted.read(bare.leases, 1).trees[f"{path}/"]
+            one = data_view.read_job_data(bare.leases, 1).trees[f"{path}/"]
             return one if one.state in ("ready", "declined") else None
 
         found = until(ended, f"the directory on {name}")
@@ -107,12 +109,12 @@ class Cluster:
         limit = HookDeadlines.of(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):
-            return data.show(self.bare(name), self.job(name, **facts), limit, None)
+            return data.show_job_data(self.bare(name), self.job(name, **facts), limit, None)
 
     @contextlib.contextmanager
     def counting(self, name: str) -> Iterator[None]:
         """Counts the looks of all that is begun in here, processes that live longer too."""
-        real = manifest._look
+        real = manifest._inspect_name
         with pytest.MonkeyPatch.context() as patch:
 
             def look(fd: int, path: bytes, *rest: object) -> ManifestEntry:
@@ -120,7 +122,7 @@ class Cluster:
                     self.counts[name].value += 1
                 return real(fd, path, *rest)  # type: ignore[arg-type]
 
-            patch.setattr(manifest, "_look", look)
+            patch.setattr(manifest, "_inspect_name", look)
             yield
 
     def looked(self, name: str) -> int:
@@ -141,10 +143,10 @@ def cluster(node: Node, quick: None) -> Iterator[Cluster]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has nothing to wait for in a test does not wait."""
-    monkeypatch.setattr(agreement, "AT_START", 0.05)
-    monkeypatch.setattr(agreement, "NOT_YET", 0.05)
+    monkeypatch.setattr(shared_scan, "START_BEGIN_TIMEOUT", 0.05)
+    monkeypatch.setattr(shared_scan, "STEP_BEGIN_TIMEOUT", 0.05)
     # Beside a load a service that runs may take longer than a step would wait.
-    monkeypatch.setattr(agreement, "GREETING", 60.0)
+    monkeypatch.setattr(shared_scan, "CONNECT_TIMEOUT", 60.0)
 
 
 @pytest.fixture
@@ -256,14 +258,14 @@ def test_step_scans_the_directory_itself_if_the_first_nodes_service_hangs(
         for name in NODES:
             cluster.start(name, path)
             cluster.looked(name)
-    monkeypatch.setattr(protocol, "HANDSHAKE", 3600.0)
-    monkeypatch.setattr(connection, "STALL", 3600.0)
-    monkeypatch.setattr(agreement, "GREETING", 0.2)
+    monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 3600.0)
+    monkeypatch.setattr(connection, "SILENCE_TIMEOUT", 3600.0)
+    monkeypatch.setattr(shared_scan, "CONNECT_TIMEOUT", 0.2)
 
     def ask(*about: object) -> None:
         raise AssertionError("the step waits for a service that did not answer")
 
-    monkeypatch.setattr(agreement, "_ask", ask)
+    monkeypatch.setattr(shared_scan, "_wait_for_notice", ask)
     with socket.create_server(("127.0.0.1", cluster.ports["n1"])):  # which accepts no connection
         assert cluster.step("n2").outcomes[0].result == "hit"
     assert cluster.looked("n2") == ALL
@@ -291,7 +293,7 @@ def test_step_scans_without_user_lookups_while_the_name_service_hangs(
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     for module, function in ((os, "getgrouplist"), (pwd, "getpwuid"), (pwd, "getpwnam")):
         monkeypatch.setattr(module, function, note)
-    monkeypatch.setattr(agreement, "GREETING", 0.2)
+    monkeypatch.setattr(shared_scan, "CONNECT_TIMEOUT", 0.2)
     try:
         of_slurm = {"FORESTAGE_GROUPS": str(ALICE.gid), "FORESTAGE_HOME": "/home/alice"}
         assert cluster.step("n2", **of_slurm).outcomes[0].result == "hit"
@@ -310,10 +312,10 @@ def test_step_does_not_query_a_first_node_that_was_silent_recently(
             cluster.start(name, path)
         cluster.step("n1")
         cluster.looked("n2")
-        unanswered.note_silence(other.places, "n1", Later(HOUR).monotonic())
+        silent_nodes.record_silence(other.places, "n1", Later(HOUR).monotonic())
         cluster.step("n2")
         assert cluster.looked("n2") == ALL
-        unanswered.note_answer(other.places, "n1")
+        silent_nodes.delete_silence(other.places, "n1")
         cluster.step("n2")
         assert cluster.looked("n2") < ALL
 
@@ -355,7 +357,7 @@ def test_change_found_by_the_first_node_declines_the_other_nodes_step_without_a_
 def test_step_scans_the_directory_itself_at_once_if_the_first_node_lost_its_copy(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "NOT_YET", 600.0)
+    monkeypatch.setattr(shared_scan, "STEP_BEGIN_TIMEOUT", 600.0)
     with cluster.serving():
         first = cluster.start("n1", path)
         cluster.start("n2", path)
@@ -384,11 +386,11 @@ def test_step_node_list_with_nodes_outside_the_job_is_reduced_to_the_jobs_nodes(
     """It is a user's word."""
     bare, job = cluster.bare("n2"), cluster.job("n2", SLURM_STEP_ID="0")
     job = msgspec.structs.replace(job, step_nodelist="evil,n[1-2]")
-    found = agreement.round_of(bare, job, 0, "/a/", 0)
+    found = shared_scan.find_shared_scan(bare, job, 0, "/a/", 0)
     assert found is not None
     assert (found.first, found.leads) == ("n1", False)
     job = msgspec.structs.replace(job, step_nodelist="evil,n2")
-    assert agreement.round_of(bare, job, 0, "/a/", 0) is None
+    assert shared_scan.find_shared_scan(bare, job, 0, "/a/", 0) is None
 
 
 # --- what the other node sees for itself
@@ -400,13 +402,13 @@ class Told:
     def __init__(self, path: Path) -> None:
         os.setgroups(as_user.list_group_ids(ALICE))
         self.root, self.path = manifest.open_root(str(path), ALICE)
-        seen = manifest.take(self.root, self.path, ALICE, 10**4)
-        self.found = ScannedFiles(seen, manifest.acls(self.root, seen, ALICE))
-        self.look = agreement.looked(self.root, seen, ALICE, 0.0)
+        seen = manifest.scan_directory(self.root, self.path, ALICE, 10**4)
+        self.found = ScannedFiles(seen, manifest.read_acls(self.root, seen, ALICE))
+        self.look = shared_scan.make_notice(self.root, seen, ALICE, 0.0)
 
     def holds(self, **facts: object) -> bool:
         look = msgspec.structs.replace(self.look, **facts)
-        return agreement.agrees(look, self.found, self.root, self.path, ALICE)
+        return shared_scan.is_scan_valid_here(look, self.found, self.root, self.path, ALICE)
 
 
 @pytest.fixture
@@ -497,9 +499,9 @@ def test_scan_with_files_unreadable_for_the_user_on_this_node_is_declined(
 
 
 def test_scan_older_or_newer_than_the_allowed_clock_skew_is_not_fresh(received_scan: Told) -> None:
-    assert agreement.is_fresh(received_scan.look, agreement.SKEW)
-    assert not agreement.is_fresh(received_scan.look, agreement.SKEW + 1)
-    assert not agreement.is_fresh(received_scan.look, -agreement.SKEW - 1)
+    assert shared_scan.is_fresh(received_scan.look, shared_scan.SKEW)
+    assert not shared_scan.is_fresh(received_scan.look, shared_scan.SKEW + 1)
+    assert not shared_scan.is_fresh(received_scan.look, -shared_scan.SKEW - 1)
 
 
 @pytest.mark.parametrize("lie", ["size", "digest", "unsound", "garbage"])
@@ -509,7 +511,7 @@ def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_cor
     """Bytes never come from a look; but root makes of it what the kernel parses."""
     one = SharedScan(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
     one.cache.prepare(require_mount=False)
-    agreement.prepare(one.cache, 1)
+    shared_scan.make_scan_directory(one.cache, 1)
     files = list(received_scan.found.manifest.files)
     if lie == "size":
         files = [msgspec.structs.replace(f, size=10**6) if f.is_file else f for f in files]
@@ -529,7 +531,7 @@ def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_cor
 
 
 def told_name(cluster: Cluster, path: Path) -> str:
-    found = agreement.round_of(cluster.bare("n2"), cluster.job("n2"), 0, f"{path}/", None)
+    found = shared_scan.find_shared_scan(cluster.bare("n2"), cluster.job("n2"), 0, f"{path}/", None)
     assert found is not None
     return found.name
 
@@ -549,7 +551,7 @@ def test_file_that_changes_after_it_was_copied_makes_no_entry(cluster: Cluster, 
     with cluster.serving():
         first = cluster.start("n1", path)
         cluster.nodes["n1"].cache.evict(first.key)  # its bytes are n2's own to read
-        real = manifest.sample
+        real = manifest.sample_files
         calls: list[int] = []
 
         def sample(found: DirectoryManifest) -> list[ManifestEntry]:
@@ -560,7 +562,7 @@ def test_file_that_changes_after_it_was_copied_makes_no_entry(cluster: Cluster, 
             return real(found)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(manifest, "sample", sample)
+            patch.setattr(manifest, "sample_files", sample)
             found = cluster.start("n2", path)
     assert (found.state, found.reason) == ("declined", "changed")
     assert cluster.nodes["n2"].entries() == set()
@@ -570,12 +572,12 @@ def test_epilog_and_sweep_remove_the_scans_of_ended_jobs(cluster: Cluster, path:
     cluster.start("n1", path)
     node = cluster.nodes["n1"]
     assert len(list((node.cache.looks / "1").iterdir())) == 2
-    agreement.sweep(node.cache, node.leases)
+    shared_scan.delete_stale_scans(node.cache, node.leases)
     assert (node.cache.looks / "1").is_dir()
     assert node.epilog(1).said == ("released", "")
     assert list(node.cache.looks.iterdir()) == []
-    agreement.prepare(node.cache, 2)
-    agreement.sweep(node.cache, node.leases)
+    shared_scan.make_scan_directory(node.cache, 2)
+    shared_scan.delete_stale_scans(node.cache, node.leases)
     assert list(node.cache.looks.iterdir()) == []
 
 

@@ -21,7 +21,7 @@ from forestage.features.data.manifest import DirectoryManifest, ManifestEntry
 from forestage.system import file_systems, mounts
 from forestage.system.as_user import User
 from forestage.system.files import Statx
-from forestage.units import printable
+from forestage.units import make_printable
 from node import ALICE, BOB
 
 MOST = 1000
@@ -45,7 +45,7 @@ def top(tmp_path: Path) -> Iterator[Path]:
 def look(top: Path, user: User, most: int = MOST) -> DirectoryManifest:
     root, path = manifest.open_root(str(top), user)
     try:
-        return manifest.take(root, path, user, most)
+        return manifest.scan_directory(root, path, user, most)
     finally:
         os.close(root)
 
@@ -91,15 +91,15 @@ def test_directory_scan_lists_names_of_any_bytes(
 def test_scan_of_a_directory_with_slow_stats_uses_several_threads(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {f"{number:04}" for number in range(5 * manifest.AT_ONCE)}
+    names = {f"{number:04}" for number in range(5 * manifest.NAMES_PER_TURN)}
     for name in names:
         (top / name).touch()
     together, alone, met = (
         threading.Barrier(4, timeout=240),
-        iter(range(manifest.AT_ONCE)),
+        iter(range(manifest.NAMES_PER_TURN)),
         threading.local(),
     )
-    real = manifest._look
+    real = manifest._inspect_name
 
     def waiting(*args: object) -> ManifestEntry:
         if next(alone, None) is not None:  # of the first parts, which one thread has
@@ -111,7 +111,7 @@ def test_scan_of_a_directory_with_slow_stats_uses_several_threads(
 
     # Five parts of one directory, and four threads that wait for one another in them.
     monkeypatch.setattr(user_threads, "MOST", 4)
-    monkeypatch.setattr(manifest, "_look", waiting)
+    monkeypatch.setattr(manifest, "_inspect_name", waiting)
     assert paths(look(top, me)) == sorted({b"", *map(os.fsencode, names)})
 
 
@@ -137,7 +137,7 @@ def test_directory_replaced_by_a_link_during_the_scan_is_declined(
     outside.mkdir()
     (outside / "other").touch()
     (top / "folder").mkdir()
-    real = manifest._look
+    real = manifest._inspect_name
 
     def swapped(*args: object) -> ManifestEntry:
         facts = real(*args)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_directory_replaced_by_a_link_during_the_scan_is_declined(
             (top / "folder").symlink_to(outside)
         return facts
 
-    monkeypatch.setattr(manifest, "_look", swapped)
+    monkeypatch.setattr(manifest, "_inspect_name", swapped)
     assert declined(top, me) in ("changed", "bad-path")
 
 
@@ -155,14 +155,14 @@ def test_file_that_vanishes_during_a_scan_is_declined_as_changed_by_its_name(
 ) -> None:
     (top / "folder").mkdir()
     (top / "folder/file").touch()
-    real = manifest._look
+    real = manifest._inspect_name
 
     def removed(*args: object) -> ManifestEntry:
         if args[2] == b"file":
             (top / "folder/file").unlink()
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(manifest, "_look", removed)
+    monkeypatch.setattr(manifest, "_inspect_name", removed)
     with pytest.raises(Declined) as caught:
         look(top, me)
     said = f"{top} changed while it was looked at: folder/file is not there any more"
@@ -173,14 +173,14 @@ def test_directory_that_vanishes_during_a_scan_is_declined_as_changed_by_its_nam
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (top / "folder").mkdir()
-    real = manifest._look
+    real = manifest._inspect_name
 
     def removed(*args: object) -> ManifestEntry:
         facts = real(*args)  # type: ignore[arg-type]
         (top / "folder").rmdir()
         return facts
 
-    monkeypatch.setattr(manifest, "_look", removed)
+    monkeypatch.setattr(manifest, "_inspect_name", removed)
     with pytest.raises(Declined, match="looked at: folder is not there any more") as caught:
         look(top, me)
     assert caught.value.reason == "changed"
@@ -199,8 +199,8 @@ def test_scan_of_a_tree_deeper_than_the_longest_path_is_declined(top: Path, me: 
         look(top, me, 10**6)
     assert caught.value.reason == "bad-path"
     # However long the path is, the text that a log or a user is given says why.
-    assert printable(str(caught.value)).startswith(f"{top}/d/d/")
-    assert printable(str(caught.value)).endswith("has a name, or a path, that is too long")
+    assert make_printable(str(caught.value)).startswith(f"{top}/d/d/")
+    assert make_printable(str(caught.value)).endswith("has a name, or a path, that is too long")
 
 
 def test_directory_scan_with_more_files_than_the_limit_is_declined(top: Path, me: User) -> None:
@@ -214,7 +214,7 @@ def test_directory_scan_stops_listing_once_the_file_limit_is_exceeded(
     top: Path, me: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory of 10⁷ names is not held in memory first."""
-    for number in range(10 * manifest.AT_ONCE):
+    for number in range(10 * manifest.NAMES_PER_TURN):
         (top / str(number)).touch()
     listed: list[int] = []
     real = manifest._ScanLimits.add
@@ -222,7 +222,7 @@ def test_directory_scan_stops_listing_once_the_file_limit_is_exceeded(
         manifest._ScanLimits, "add", lambda self, *told: (listed.append(told[0]), real(self, *told))
     )
     assert declined(top, me, 10) == "too-many-files"
-    assert sum(listed) == manifest.AT_ONCE
+    assert sum(listed) == manifest.NAMES_PER_TURN
 
 
 @pytest.mark.parametrize("kind", ["names", "links"])
@@ -363,8 +363,8 @@ def test_manifest_acls_include_only_files_that_have_an_acl(as_root: None, top: P
     (top / "link").symlink_to("with")
     subprocess.run(["setfacl", "-m", "u:4242:r", top / "with"], check=True)
     root, path = manifest.open_root(str(top), BOB)
-    found = manifest.take(root, path, BOB, MOST)
-    acls = manifest.acls(root, found, BOB)
+    found = manifest.scan_directory(root, path, BOB, MOST)
+    acls = manifest.read_acls(root, found, BOB)
     os.close(root)
     assert acls == {b"with": os.getxattr(top / "with", "system.posix_acl_access")}
 
@@ -376,9 +376,9 @@ def test_directory_is_declined_if_its_acls_take_too_much_memory(
     subprocess.run(["setfacl", "-m", "u:4242:r", top / "file"], check=True)
     monkeypatch.setattr(manifest, "MOST_ACLS", 10)
     root, path = manifest.open_root(str(top), BOB)
-    found = manifest.take(root, path, BOB, MOST)
+    found = manifest.scan_directory(root, path, BOB, MOST)
     with pytest.raises(Declined, match="bytes of ACLs"):
-        manifest.acls(root, found, BOB)
+        manifest.read_acls(root, found, BOB)
     os.close(root)
 
 
@@ -398,8 +398,8 @@ def test_manifest_of_a_real_scan_passes_the_soundness_check(top: Path, me: User)
     (top / "a-b").write_bytes(b"x")
     (top / "a" / "b").write_bytes(b"x")
     (top / "a" / "link").symlink_to("b")
-    manifest.must_be_sound(look(top, me), {}, 100)
-    manifest.must_be_sound(sound(), {b"a/b": b"\2\0\0\0" + bytes(8)}, 4)
+    manifest.check_manifest(look(top, me), {}, 100)
+    manifest.check_manifest(sound(), {b"a/b": b"\2\0\0\0" + bytes(8)}, 4)
 
 
 @pytest.mark.parametrize(
@@ -440,15 +440,15 @@ def test_manifest_that_no_scan_can_produce_is_declined(
     files = list(sound().files)
     files[number] = msgspec.structs.replace(files[number], **facts)
     with pytest.raises(Declined) as caught:
-        manifest.must_be_sound(DirectoryManifest("/lustre/set", tuple(files)), {}, 100)
+        manifest.check_manifest(DirectoryManifest("/lustre/set", tuple(files)), {}, 100)
     assert caught.value.reason == "bad-look"
 
 
 @pytest.mark.parametrize("sparse", [(-1,), (0,), (2, 2), (3,), (4,), (1 << 70,)])
 def test_manifest_with_invalid_numbers_of_sparse_files_is_declined(sparse: tuple[int, ...]) -> None:
-    manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=(2,)), {}, 100)
+    manifest.check_manifest(msgspec.structs.replace(sound(), sparse=(2,)), {}, 100)
     with pytest.raises(Declined, match="holes"):
-        manifest.must_be_sound(msgspec.structs.replace(sound(), sparse=sparse), {}, 100)
+        manifest.check_manifest(msgspec.structs.replace(sound(), sparse=sparse), {}, 100)
 
 
 def test_directory_scan_records_sparse_files_without_changing_the_digest(
@@ -488,7 +488,7 @@ def test_directory_scan_records_hard_links_and_counts_their_bytes_once(top: Path
     ]
     assert found.bytes == 15_000
     assert found.names == {1: [1, 3, 4]}
-    manifest.must_be_sound(found, {}, 100)
+    manifest.check_manifest(found, {}, 100)
     lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=DirectoryManifest)
     assert (lent, lent.digest) == (found, found.digest)
 
@@ -529,7 +529,7 @@ def test_files_that_differ_in_any_stat_field_are_not_recorded_as_hard_links(
 ) -> None:
     """Whatever their file system says of them, and their handles."""
     link(top, "a", "b", "../outside")
-    real = manifest._file
+    real = manifest._make_entry
     monkeypatch.setattr(file_systems, "read_file_handle", lambda *_: b"one")
     assert len(look(top, me).links) == 1
 
@@ -538,7 +538,7 @@ def test_files_that_differ_in_any_stat_field_are_not_recorded_as_hard_links(
         change = {field: getattr(file, field) + 1} if path == b"b" else {}
         return msgspec.structs.replace(file, **change)
 
-    monkeypatch.setattr(manifest, "_file", other)
+    monkeypatch.setattr(manifest, "_make_entry", other)
     assert look(top, me).links == ()
 
 
@@ -567,9 +567,9 @@ def twins() -> DirectoryManifest:
 def test_manifest_with_impossible_hard_link_pairs_is_declined(
     links: tuple[tuple[int, int], ...],
 ) -> None:
-    manifest.must_be_sound(twins(), {}, 100)
+    manifest.check_manifest(twins(), {}, 100)
     with pytest.raises(Declined, match="names of one file"):
-        manifest.must_be_sound(msgspec.structs.replace(twins(), links=links), {}, 100)
+        manifest.check_manifest(msgspec.structs.replace(twins(), links=links), {}, 100)
 
 
 @pytest.mark.parametrize(
@@ -582,11 +582,11 @@ def test_manifest_with_a_hard_link_pair_of_different_files_is_declined(
     other = msgspec.structs.replace(found.files[4], **facts)
     changed = msgspec.structs.replace(found, files=(*found.files[:4], other))
     with pytest.raises(Declined, match="names of one file"):
-        manifest.must_be_sound(changed, {}, 100)
+        manifest.check_manifest(changed, {}, 100)
     acl = b"\2\0\0\0" + bytes(8)
-    manifest.must_be_sound(found, {b"a/b": acl, b"b": acl}, 100)
+    manifest.check_manifest(found, {b"a/b": acl, b"b": acl}, 100)
     with pytest.raises(Declined, match="names of one file"):
-        manifest.must_be_sound(found, {b"a/b": acl}, 100)
+        manifest.check_manifest(found, {b"a/b": acl}, 100)
 
 
 @pytest.mark.parametrize(
@@ -603,14 +603,14 @@ def test_manifest_with_a_hard_link_pair_of_different_files_is_declined(
 )
 def test_manifest_with_an_invalid_acl_is_declined(path: bytes, acl: bytes) -> None:
     with pytest.raises(Declined, match="an ACL"):
-        manifest.must_be_sound(sound(), {path: acl}, 100)
+        manifest.check_manifest(sound(), {path: acl}, 100)
 
 
 def test_manifest_of_too_many_files_is_declined() -> None:
     with pytest.raises(Declined, match="too many"):
-        manifest.must_be_sound(sound(), {}, 3)
+        manifest.check_manifest(sound(), {}, 3)
     with pytest.raises(Declined, match="too many"):
-        manifest.must_be_sound(DirectoryManifest("/lustre/set", ()), {}, 3)
+        manifest.check_manifest(DirectoryManifest("/lustre/set", ()), {}, 3)
 
 
 def test_manifest_sample_holds_the_top_directory_and_randomly_drawn_files(
@@ -619,6 +619,6 @@ def test_manifest_sample_holds_the_top_directory_and_randomly_drawn_files(
     for number in range(10 * manifest.SAMPLE):
         (top / str(number)).touch()
     found = look(top, me)
-    drawn = [frozenset(one.path for one in manifest.sample(found)) for _ in range(2)]
+    drawn = [frozenset(one.path for one in manifest.sample_files(found)) for _ in range(2)]
     assert all(len(one) == 1 + manifest.SAMPLE and b"" in one for one in drawn)
     assert drawn[0] != drawn[1]

@@ -6,15 +6,15 @@ import stat
 
 import pytest
 
-from forestage.cache.said import JobData
+from forestage.cache.job_notes import JobData
 from forestage.errors import Declined
-from forestage.features.data import copy_in, fill
+from forestage.features.data import copy_in, job_dir_fill
 from forestage.slurm.hints import Request
 
 
 @pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "_X", "A", "CACHE2", "HOMES", "A" * 64])
 def test_seed_request_accepts_a_valid_variable_name(name: str) -> None:
-    assert fill.is_variable(name)
+    assert job_dir_fill.is_seed_variable(name)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_seed_request_accepts_a_valid_variable_name(name: str) -> None:
     ],
 )
 def test_seed_request_with_an_invalid_or_reserved_variable_name_is_declined(name: str) -> None:
-    assert not fill.is_variable(name)
+    assert not job_dir_fill.is_seed_variable(name)
     with pytest.raises(Declined):
-        fill.name_of(Request("/a/b", "hint", f"seed:{name}"))
+        job_dir_fill.name_in_job_dir(Request("/a/b", "hint", f"seed:{name}"))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_seed_request_with_an_invalid_or_reserved_variable_name_is_declined(name
 def test_name_in_the_job_directory_is_the_paths_last_part_without_the_tar_suffix(
     path: str, name: str
 ) -> None:
-    assert fill.name_of(Request(path, "hint", "job")) == name
-    assert fill.name_of(Request(path, "hint", "seed:CACHE")) == "seed/CACHE"
+    assert job_dir_fill.name_in_job_dir(Request(path, "hint", "job")) == name
+    assert job_dir_fill.name_in_job_dir(Request(path, "hint", "seed:CACHE")) == "seed/CACHE"
 
 
 @pytest.mark.parametrize("path", ["/", "/a/..", "/a/.", "/a/seed", "/a/.forestage-0", "/a/.tar"])
 def test_path_without_a_usable_last_part_is_declined_for_the_job_directory(path: str) -> None:
     with pytest.raises(Declined) as refused:
-        fill.name_of(Request(path, "hint", "job"))
+        job_dir_fill.name_in_job_dir(Request(path, "hint", "job"))
     assert refused.value.reason == "bad-hint"
 
 
@@ -66,15 +66,15 @@ def test_second_request_of_a_name_is_declined_and_a_declined_request_takes_no_na
     first, second = Request("/a/x", "hint", "job"), Request("/b/x.tar", "hint", "job")
     image = Request("/c/x", "hint", "/mnt/x")
     noted = JobData((bad, image, first, second), 1 << 30)
-    assert fill.must_be_possible(noted, first) == "x"
+    assert job_dir_fill.check_request_name(noted, first) == "x"
     with pytest.raises(Declined, match="has the name x already"):
-        fill.must_be_possible(noted, second)
+        job_dir_fill.check_request_name(noted, second)
 
 
 def test_job_directory_request_is_impossible_without_stage_dir() -> None:
     request = Request("/a/x", "hint", "job")
     with pytest.raises(Declined, match="stage-dir=SIZE"):
-        fill.must_be_possible(JobData((request,)), request)
+        job_dir_fill.check_request_name(JobData((request,)), request)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_job_directory_request_is_impossible_without_stage_dir() -> None:
     [("a/b", "a/b"), ("/a//b/", "a/b"), ("./a/./b", "a/b"), (".", ""), ("/", ""), ("", "")],
 )
 def test_archive_member_names_are_normalized_to_relative_paths(name: str, expected: str) -> None:
-    assert copy_in.inside(name) == expected
+    assert copy_in.path_inside_root(name) == expected
 
 
 @pytest.mark.parametrize("name", ["..", "../a", "a/../../b", "/..", "a/.."])
 def test_archive_member_that_leaves_the_directory_raises(name: str) -> None:
     with pytest.raises(copy_in.CopyInError):
-        copy_in.inside(name)
+        copy_in.path_inside_root(name)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_archive_member_that_leaves_the_directory_raises(name: str) -> None:
 def test_file_copied_into_the_job_directory_gains_owner_write_and_loses_set_id_bits(
     mode: int, expected: int
 ) -> None:
-    assert copy_in.mode_of(mode) == expected
+    assert copy_in.choose_copy_mode(mode) == expected

@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forestage.cache import digest, readers
+from forestage.cache import arrival_map, digest
 from forestage.cache.part import ENTRY_BYTES, Part
 from forestage.config import Config
 from forestage.errors import PeerError
-from forestage.features.peers import activation, asked_node, auth, proven, stats
-from forestage.features.peers.asked_node import PeerNodeClient, ask_node
+from forestage.features.peers import activation, auth, proven_node, queried_node, upload_counts
 from forestage.features.peers.auth import KeyFileAuthenticator
 from forestage.features.peers.engine import MAX_SHARED
+from forestage.features.peers.queried_node import PeerNodeClient, query_node
 from node import ALICE, HANGS, until
 from peering import (
     CHUNK,
@@ -138,7 +138,7 @@ def test_chunk_requested_with_a_wait_is_marked_as_wanted_in_the_running_copy(
     node: Node, copying: Part, wait: float, wanted: list[int]
 ) -> None:
     key = image(2).key
-    memory = readers.create_map(node.places.through / key, SIZE, CHUNK, copying.image)
+    memory = arrival_map.create_map(node.places.through / key, SIZE, CHUNK, copying.image)
     assert memory is not None
     assert Client(node, key).why(1, wait=wait) == "absent"
     assert memory.wanted() == wanted
@@ -340,7 +340,7 @@ def published_scan(node: Node) -> Iterator[Path]:
 
 
 def first(node: Node, job: int = 7, name: str = OTHER_KEY) -> PeerNodeClient:
-    return ask_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
+    return query_node(node.config, node.places, "n1", name, f"/v1/look/{job}/{name}")
 
 
 def test_peer_service_gives_a_published_scan_and_its_file_list(
@@ -416,7 +416,7 @@ def test_scan_response_changed_in_transit_is_rejected(
 def test_scan_response_over_the_size_limit_is_rejected(
     node: Node, published_scan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked_node, "MOST", 4)
+    monkeypatch.setattr(queried_node, "MAX_REPLY_BYTES", 4)
     with pytest.raises(PeerError, match="5 bytes"):
         first(node).ask()
 
@@ -517,7 +517,7 @@ def test_silent_connections_beyond_the_limit_are_closed_and_known_clients_served
         assert idle[0].recv(1) == b"", "the first of them was cut off"
 
 
-ONE_UPLOAD = "from forestage.features.peers import server; server.UPLOADS = 1\n"
+ONE_UPLOAD = "from forestage.features.peers import server; server.MAX_UPLOADS = 1\n"
 BIG = 64 << 20
 BIG_SPAN = f"bytes=0-{BIG - 1}"
 
@@ -548,7 +548,7 @@ def reads_late(node: Node, key: str) -> Stranger:
 def start_chunk(stranger: Stranger, key: str) -> None:
     """Asks for the large chunk, and does not read beyond the answer's head."""
     path = f"/v1/chunk/{key}/0"
-    mac = auth.of_request(stranger.secret, stranger.session, "GET", path, BIG_SPAN, 500)
+    mac = auth.request_mac(stranger.secret, stranger.session, "GET", path, BIG_SPAN, 500)
     stranger.http.request(
         "GET",
         path,
@@ -596,7 +596,7 @@ def test_upload_to_a_client_that_stops_reading_is_closed_and_frees_its_slot(own_
 def test_unproven_connection_that_sends_single_bytes_is_closed(own_node: Node, said: bytes) -> None:
     with (
         own_node.serving(
-            "from forestage.features.peers import sessions; sessions.UNPROVEN = 0.1\n"
+            "from forestage.features.peers import sessions; sessions.PROOF_TIMEOUT = 0.1\n"
         ),
         socket.create_connection(("127.0.0.1", own_node.port), timeout=HANGS) as line,
         contextlib.suppress(ConnectionError),
@@ -626,7 +626,7 @@ SLOW_DECODER = """
 import sys, time
 from pathlib import Path
 from forestage.features.peers import auth, server
-server.DECODERS = 1
+server.MAX_DECODERS = 1
 real = auth.KeyFileAuthenticator.read
 def read(self, text):
     print("decodes", file=sys.stderr, flush=True)
@@ -634,7 +634,7 @@ def read(self, text):
         time.sleep(0.01)
     return real(self, text)
 auth.KeyFileAuthenticator.read = read
-auth.check = lambda prover: None
+auth.check_authenticator = lambda prover: None
 """
 
 
@@ -675,7 +675,7 @@ def test_sigterm_ends_the_peer_service_during_a_wait_and_saves_its_counts(own_no
         own_node.end()
         thread.join()
     assert whys in (["absent"], ["refused"])
-    given = stats.read(own_node.places.peer)
+    given = upload_counts.find_upload_counts(own_node.places.peer)
     assert given is not None
     assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
     assert own_node.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
@@ -816,7 +816,7 @@ def test_client_records_the_node_that_accepted_its_credential_as_proven(
 ) -> None:
     node.places.proven.unlink(missing_ok=True)
     Client(node, key).fetch(0)
-    noted = proven.read(node.places)
+    noted = proven_node.find_proven_node(node.places)
     assert noted is not None
     assert noted.node == "n1"
 
@@ -828,7 +828,7 @@ def test_peer_service_records_a_proven_client_only_from_another_address(
     node.places.proven.unlink(missing_ok=True)
     name = "ab" * 16
     first(node, 1, name).ask()
-    assert proven.read(node.places) is None
+    assert proven_node.find_proven_node(node.places) is None
     real = socket.socket.connect
 
     def connect(self: socket.socket, address: tuple[str, int]) -> None:
@@ -837,6 +837,6 @@ def test_peer_service_records_a_proven_client_only_from_another_address(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     first(node, 1, name).ask()
-    noted = proven.read(node.places)
+    noted = proven_node.find_proven_node(node.places)
     assert noted is not None
     assert noted.node == "127.0.0.2"

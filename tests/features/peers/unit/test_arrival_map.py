@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forestage.cache import readers
-from forestage.cache.readers import NOW, PIECE, ArrivalMap
+from forestage.cache import arrival_map
+from forestage.cache.arrival_map import NOW, PIECE, ArrivalMap
 
 CHUNK = 4 * PIECE
 SIZE = 2 * CHUNK + PIECE + 5
@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stager(directory: Path, image: Path) -> ArrivalMap:
-    made = readers.create_map(directory, SIZE, CHUNK, image)
+    made = arrival_map.create_map(directory, SIZE, CHUNK, image)
     assert made is not None
     return made
 
@@ -56,8 +56,8 @@ def test_chunks_requested_by_other_nodes_come_after_those_that_jobs_wait_for(
 ) -> None:
     server.want(1, NOW)
     for number in (0, 1, 3, 10**9):  # the last two are beyond the image
-        readers.request_chunk_soon(directory, number)
+        arrival_map.request_chunk_soon(directory, number)
     assert stager.wanted() == [1, 0]
     stager.end()
-    readers.request_chunk_soon(directory, 0)
+    arrival_map.request_chunk_soon(directory, 0)
     assert not directory.exists()

@@ -18,21 +18,21 @@ from forestage.cache.lease import EntryUse, LeaseDirectory
 from forestage.cache.node import Node
 from forestage.cache.part import PartRecord, boot_id
 from forestage.clock import Clock
-from forestage.commands.world import CommandContext
+from forestage.commands.command_context import CommandContext
 from forestage.errors import PeerError
-from forestage.events import CopyOutcome, read, record_outcomes
+from forestage.events import CopyOutcome, read_events, record_outcomes
 from forestage.features.peers import activation
-from forestage.features.prefetch import expected, marks, prefetch_node, service
-from forestage.features.prefetch.expected import LASTS, ExpectedImageList
-from forestage.features.prefetch.marks import FORGET, TRIES
+from forestage.features.prefetch import expected_list, prefetch_node, prefetch_record, service
+from forestage.features.prefetch.expected_list import LIST_LASTS, ExpectedImageList
 from forestage.features.prefetch.policy import ExpectedStarts
 from forestage.features.prefetch.prefetch_node import PrefetchNodePass
-from forestage.features.prepare import stage
+from forestage.features.prefetch.prefetch_record import FORGET_AFTER, MAX_TRIES
+from forestage.features.prepare import stage_images
 from forestage.features.prepare.job_images import ImageResult
-from forestage.features.prepare.stage import StageReport
+from forestage.features.prepare.stage_images import StageReport
 from forestage.slurm.job import Job
-from forestage.slurm.queue import SlurmClient
-from forestage.stage import queue
+from forestage.slurm.slurm_client import SlurmClient
+from forestage.stage import copy_queue
 from forestage.system import lock
 from node import HANGS, until
 
@@ -80,22 +80,24 @@ class Passes:
         rows = tuple(ExpectedStarts("gpu", image, user, starts) for image in images)
         self.sequence += 1
         self.told = ExpectedImageList(
-            self.sequence, self.clock.at, self.clock.at + LASTS, {"gpu": "n[1-2]"}, rows
+            self.sequence, self.clock.at, self.clock.at + LIST_LASTS, {"gpu": "n[1-2]"}, rows
         )
 
     def run(self, dry_run: bool = False, waits: bool = True) -> PrefetchNodePass:
         """One pass; then waits until the copy that it began has ended."""
-        done = prefetch_node.run(self.site.node, self.slurm, self.ask, dry_run)
+        done = prefetch_node.run_node_pass(self.site.node, self.slurm, self.ask, dry_run)
         if waits:
             until(self.is_over, "the end of the copy")
         return done
 
     def is_over(self) -> bool:
         """Whether each copy that was begun has told its end, and let its lock go."""
-        begun = {one.key for one in marks.read(self.site.places).looks if one.begun}
+        begun = {
+            one.key for one in prefetch_record.read_record(self.site.places).looks if one.begun
+        }
         told = {
             one.outcome.key: one
-            for one in read(self.site.places.events)
+            for one in read_events(self.site.places.events)
             if isinstance(one.outcome, CopyOutcome)
         }
         return all(
@@ -106,7 +108,11 @@ class Passes:
         )
 
     def begun(self, key: str) -> float:
-        return max(one.begun for one in marks.read(self.site.places).looks if one.key == key)
+        return max(
+            one.begun
+            for one in prefetch_record.read_record(self.site.places).looks
+            if one.key == key
+        )
 
     def ask(self) -> ExpectedImageList:
         if isinstance(self.told, Exception):
@@ -114,7 +120,7 @@ class Passes:
         return self.told
 
     def copies(self) -> list[str]:
-        found = [event.outcome for event in read(self.site.places.events)]
+        found = [event.outcome for event in read_events(self.site.places.events)]
         return [
             one.image for one in found if isinstance(one, CopyOutcome) and one.result == "copied"
         ]
@@ -136,7 +142,7 @@ def test_prefetch_copies_an_expected_image_once_and_records_since_when(passes: P
     passes.clock.at += 60
     passes.tell(path)
     assert states(passes.run()) == ["here"]
-    (event,) = read(passes.site.places.events)
+    (event,) = read_events(passes.site.places.events)
     assert isinstance(event.outcome, CopyOutcome)
     assert (event.job, event.uid, event.outcome.expected) == (0, NOBODY, NOW)
     assert passes.site.json("status")["leases"] == []
@@ -149,7 +155,7 @@ def test_prefetch_works_on_a_node_without_a_peer_service(passes: Passes) -> None
     assert not activation.is_on(node.config, node.places, time.monotonic())
     passes.tell(passes.image("a"))
     assert states(passes.run()) == ["copying"]
-    (event,) = read(passes.site.places.events)
+    (event,) = read_events(passes.site.places.events)
     assert isinstance(event.outcome, CopyOutcome)
     assert (event.outcome.result, event.outcome.from_peers) == ("copied", 0)
 
@@ -172,8 +178,8 @@ def test_prefetch_dry_run_copies_and_records_nothing(passes: Passes) -> None:
     done = passes.run(dry_run=True)
     assert states(done) == ["would be copied next"]
     assert passes.site.keys() == set()
-    assert expected.read(passes.site.places) is None
-    assert marks.read(passes.site.places) == marks.PrefetchRecord()
+    assert expected_list.find_list(passes.site.places) is None
+    assert prefetch_record.read_record(passes.site.places) == prefetch_record.PrefetchRecord()
 
 
 # --- a host that lies
@@ -239,7 +245,7 @@ def test_prefetch_refuses_a_path_that_the_user_could_not_stage_and_logs_no_event
     assert states(passes.run()) == ["refused"]
     assert passes.site.node.cache.entries.is_dir()
     assert passes.site.keys() == set()
-    assert list(read(passes.site.places.events)) == []
+    assert list(read_events(passes.site.places.events)) == []
 
 
 @pytest.mark.parametrize("size", [8192, 4 * MIB])
@@ -284,9 +290,9 @@ def test_prefetch_list_with_extreme_numbers_is_processed_and_replaceable(passes:
     passes.told = ExpectedImageList((1 << 63) - 1, NOW, 1e300, junk, tuple(rows))
     done = passes.run()
     assert msgspec.json.encode(done)
-    assert list(prefetch_node.pieces(done))
+    assert list(prefetch_node.format_output(done))
     assert passes.copies() == [path]
-    passes.clock.at += LASTS
+    passes.clock.at += LIST_LASTS
     passes.tell(passes.image("c"))
     assert "copying" in states(passes.run()), "a list with a sequence without end ends as any"
 
@@ -309,11 +315,11 @@ def two_by_turns(passes: Passes, count: int, every: float) -> None:
 
 def test_images_listed_alternately_are_prefetched_three_times_each_at_most(passes: Passes) -> None:
     two_by_turns(passes, 20, 60.0)
-    assert 2 < len(passes.copies()) <= 2 * TRIES
+    assert 2 < len(passes.copies()) <= 2 * MAX_TRIES
 
 
 def test_images_listed_alternately_are_prefetched_again_after_an_hour(passes: Passes) -> None:
-    two_by_turns(passes, 8, FORGET)
+    two_by_turns(passes, 8, FORGET_AFTER)
     assert len(passes.copies()) == 8
 
 
@@ -329,15 +335,15 @@ def test_image_that_leaves_and_returns_to_the_list_is_prefetched_once(passes: Pa
 def test_refused_image_that_leaves_and_returns_to_the_list_is_opened_three_times_at_most(
     passes: Passes, monkeypatch: Patch
 ) -> None:
-    opened: list[tuple[object, marks.ImageInspection, float]] = []
-    real = prefetch_node.look
-    monkeypatch.setattr(prefetch_node, "look", lambda *a: (opened.append(a), real(*a))[1])
+    opened: list[tuple[object, prefetch_record.ImageInspection, float]] = []
+    real = prefetch_node.inspect_image
+    monkeypatch.setattr(prefetch_node, "inspect_image", lambda *a: (opened.append(a), real(*a))[1])
     path = passes.image("private", mode=0o600)
     for number in range(50):
         passes.tell(path if number % 2 == 0 else f"/other/{number}")
         passes.run()
         passes.clock.at += 60
-    assert [one[1].image for one in opened].count(path) == TRIES
+    assert [one[1].image for one in opened].count(path) == MAX_TRIES
 
 
 @pytest.mark.parametrize("is_begun", [True, False], ids=["after it began", "at once"])
@@ -356,13 +362,13 @@ def test_prefetch_tries_a_failing_copy_three_times(
             (ImageResult(images[0], "copying" if is_begun else "declined", "changed"),)
         )
 
-    monkeypatch.setattr(stage, "stage", changed)
+    monkeypatch.setattr(stage_images, "copy_images", changed)
     path = passes.image("a")
     for _ in range(100):
         passes.tell(path)
         passes.run()
         passes.clock.at += 60
-    assert len(tried) == TRIES
+    assert len(tried) == MAX_TRIES
 
 
 def test_prefetch_retries_a_copy_stopped_for_a_job_more_than_three_times(
@@ -378,8 +384,8 @@ def test_prefetch_retries_a_copy_stopped_for_a_job_more_than_three_times(
 
     path = passes.image("a")
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "stage", stopped)
-        for _ in range(TRIES + 1):
+        patch.setattr(stage_images, "copy_images", stopped)
+        for _ in range(MAX_TRIES + 1):
             passes.tell(path)
             passes.run()
             passes.clock.at += 60
@@ -390,7 +396,7 @@ def test_prefetch_retries_a_copy_stopped_for_a_job_more_than_three_times(
 
 def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(passes: Passes) -> None:
     path = passes.image("a")
-    for _ in range(TRIES + 2):
+    for _ in range(MAX_TRIES + 2):
         passes.tell(path)
         assert states(passes.run()) == ["copying"]
         (key,) = passes.site.keys()
@@ -403,7 +409,7 @@ def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(pass
 
 def test_prefetch_refuses_an_image_after_three_copies_that_no_job_used(passes: Passes) -> None:
     path = passes.image("a")
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         passes.tell(path)
         passes.run()
         passes.site.run("evict", "--all")
@@ -424,14 +430,14 @@ def test_prefetch_uses_the_last_list_while_the_host_is_silent_until_the_list_exp
     passes.run()
     passes.told = PeerError("nobody answers")
     Path(second).chmod(0o644)
-    passes.clock.at += LASTS - 1
+    passes.clock.at += LIST_LASTS - 1
     done = passes.run()
     assert (done.silent, done.idle) == ("nobody answers", "")
     assert passes.copies() == [first, second]
     passes.clock.at += 1
     done = passes.run()
     assert (done.silent, done.idle) == ("nobody answers", "there is no list")
-    assert marks.read(passes.site.places).idle == "there is no list"
+    assert prefetch_record.read_record(passes.site.places).idle == "there is no list"
 
 
 def test_prefetch_rejects_a_list_older_than_the_stored_list(passes: Passes) -> None:
@@ -517,7 +523,7 @@ def test_prefetch_opens_and_copies_nothing_on_a_switched_off_or_busy_node(
     held = passes.site.publish(passes.site.image("held"))
     passes.site.lease(7, EntryUse(held))
     passes.configure(text, bandwidth)
-    monkeypatch.setattr(prefetch_node, "look", None)
+    monkeypatch.setattr(prefetch_node, "inspect_image", None)
     passes.tell(passes.image("a"))
     assert why in passes.run().idle
     assert passes.copies() == []
@@ -527,7 +533,7 @@ def test_prefetch_pass_opens_a_limited_number_of_images_and_starts_one_copy(pass
     passes.tell(*(passes.image(f"i{number}", 4096) for number in range(40)))
     done = passes.run()
     assert states(done).count("copying") == len(passes.copies()) == 1
-    assert states(done).count("not looked at") == 40 - prefetch_node.LOOKS
+    assert states(done).count("not looked at") == 40 - prefetch_node.MAX_INSPECTIONS
 
 
 def run_slowly(passes: Passes, monkeypatch: Patch, more: str = "", bandwidth: str = "4KiB") -> str:
@@ -571,7 +577,7 @@ def test_prefetch_copy_stops_if_the_leases_cannot_be_read(
 
     monkeypatch.setattr(LeaseDirectory, "keys", fail)
     stop = threading.Event()
-    with queue.stop_when_requested(passes.site.node, "0" * 32, stop):
+    with copy_queue.stop_when_requested(passes.site.node, "0" * 32, stop):
         assert stop.wait(HANGS)
 
 
@@ -580,20 +586,20 @@ def test_prolog_stops_a_prefetch_copy_without_a_bandwidth_limit(
     passes: Passes, monkeypatch: Patch, begins: str
 ) -> None:
     """Whatever it names; also if the pass saw a node without jobs a moment ago."""
-    called, real = passes.site.places.called("prolog"), stage.stage
+    called, real = passes.site.places.called("prolog"), stage_images.copy_images
 
     def late(*args: Any) -> StageReport:
         called.touch()
         return real(*args)
 
     if begins == "just before it":
-        monkeypatch.setattr(stage, "stage", late)
+        monkeypatch.setattr(stage_images, "copy_images", late)
     run_slowly(passes, monkeypatch, "bandwidth: 4KiB\n", "null")
     if begins == "beside the copy":
         called.touch()
 
     def stopped() -> bool:
-        found = [event.outcome for event in read(passes.site.places.events)]
+        found = [event.outcome for event in read_events(passes.site.places.events)]
         return any(one.reason == "stopped" for one in found if isinstance(one, CopyOutcome))
 
     until(stopped, "the end of the copy")
@@ -620,8 +626,11 @@ def test_requested_copy_gets_the_space_of_a_running_prefetch_copy(
     path = Path(passes.image("job", 6 * MIB))
     if leased:
         passes.site.lease(7, EntryUse(passes.site.look(path).key))
-    node, job = passes.site.node, stage.nobody(prefetch_node.user_of(NOBODY), "n1")
-    (done,) = stage.stage(node, job, [str(path)], 240.0, lambda _: None).images
+    node, job = (
+        passes.site.node,
+        stage_images.make_placeholder_job(prefetch_node.read_user(NOBODY), "n1"),
+    )
+    (done,) = stage_images.copy_images(node, job, [str(path)], 240.0, lambda _: None).images
     assert (done.result, done.reason) == ("copied", "")
     assert passes.copies() == [str(path)]
     until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the other copy")

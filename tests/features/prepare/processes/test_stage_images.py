@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from commands import NOW, Site
-from forestage.commands.world import ExitStatus
-from forestage.events import CopyOutcome, read
-from forestage.features.prepare import stage
-from forestage.stage import wait
+from forestage.commands.command_context import ExitStatus
+from forestage.events import CopyOutcome, read_events
+from forestage.features.prepare import stage_images
+from forestage.stage import copy_wait
 from forestage.system import lock
 from node import until
 
@@ -35,7 +35,9 @@ def test_stage_command_copies_an_image_without_a_lease_and_then_has_a_hit(site: 
     assert results(site, *map(str, paths)) == ["copied", "copied"]
     assert len(site.keys()) == 2
     assert site.json("status")["leases"] == []
-    copies = [one for one in read(site.places.events) if isinstance(one.outcome, CopyOutcome)]
+    copies = [
+        one for one in read_events(site.places.events) if isinstance(one.outcome, CopyOutcome)
+    ]
     assert {(one.job, one.outcome.result) for one in copies} == {(0, "copied")}
     assert results(site, str(paths[0])) == ["hit"]
     printed = site.run("stage", str(paths[0])).stdout
@@ -117,7 +119,7 @@ def test_stage_command_exits_at_its_time_limit_and_the_copy_continues(site: Site
 def test_stage_command_runs_a_limited_number_of_copies_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "AT_ONCE", 2)
+    monkeypatch.setattr(stage_images, "MAX_AT_ONCE", 2)
     here, peak = 0, 0
 
     @contextlib.contextmanager
@@ -129,8 +131,8 @@ def test_stage_command_runs_a_limited_number_of_copies_at_once(
             yield channel
             here -= 1
 
-    begun = wait.ensure_copy_started
-    monkeypatch.setattr(wait, "ensure_copy_started", counted)
+    begun = copy_wait.ensure_copy_started
+    monkeypatch.setattr(copy_wait, "ensure_copy_started", counted)
     paths = [str(site.image(f"{number}.sqsh", b"%d" % number)) for number in range(5)]
     assert results(site, *paths) == ["copied"] * 5
     assert peak == 2

@@ -77,14 +77,14 @@ def test_table_of_hint_words_has_fifty_values() -> None:
 
 @pytest.mark.parametrize("word", RIGHT)
 def test_hints_command_accepts_each_valid_word(word: str) -> None:
-    assert hints.refusals([word]) == ()
+    assert hints.list_refusals([word]) == ()
 
 
 @pytest.mark.parametrize(("word", "why"), WRONG.items())
 def test_hints_command_refuses_each_invalid_word_with_the_expected_form(
     word: str, why: str
 ) -> None:
-    (said,) = hints.refusals([word])
+    (said,) = hints.list_refusals([word])
     written, _, text = said.partition(": ")
     assert text == why
     assert written.isprintable()
@@ -92,7 +92,7 @@ def test_hints_command_refuses_each_invalid_word_with_the_expected_form(
 
 
 def test_hints_command_reports_all_invalid_words_at_once() -> None:
-    found = hints.refusals(["stage=/right", "stage=wrong", "stage-wait=x", "stage=@job"])
+    found = hints.list_refusals(["stage=/right", "stage=wrong", "stage-wait=x", "stage=@job"])
     assert [one.partition("=")[0] for one in found] == ["--stage", "--stage-wait", "--stage"]
 
 
@@ -104,24 +104,24 @@ def test_hints_command_refuses_a_target_that_a_feature_declines(
             raise Declined("bad-place", "nothing may be mounted there")
 
     around_all(monkeypatch, {}, {"submitted.must_be_possible": must_be_possible})
-    found = hints.refusals(["stage=wrong", "stage=/a@/nowhere", "stage=/a@/somewhere"])
+    found = hints.list_refusals(["stage=wrong", "stage=/a@/nowhere", "stage=/a@/somewhere"])
     assert found[1:] == ("--stage=/a@/nowhere: nothing may be mounted there",)
 
 
 def test_hints_command_refuses_more_paths_than_a_job_may_name() -> None:
     paths = [f"stage=/{number}" for number in range(MAX_HINTED + 1)]
-    assert hints.refusals(paths[:-1]) == ()
-    (said,) = hints.refusals(paths)
+    assert hints.list_refusals(paths[:-1]) == ()
+    (said,) = hints.list_refusals(paths)
     assert said == f"--stage names {MAX_HINTED + 1} images, the first {MAX_HINTED} are read"
 
 
 def test_hints_command_accepts_stage_no_beside_paths() -> None:
     # A script names its images, and whoever submits it says --stage=no.
-    assert hints.refusals(["stage=/a", "stage=no"]) == ()
+    assert hints.list_refusals(["stage=/a", "stage=no"]) == ()
 
 
 def test_hints_command_refuses_a_word_that_is_too_long_without_printing_the_word() -> None:
-    (said,) = hints.refusals([f"stage=/{'x' * MAX_OPTION}"])
+    (said,) = hints.list_refusals([f"stage=/{'x' * MAX_OPTION}"])
     assert said == f"--stage: longer than {MAX_OPTION} characters"
 
 

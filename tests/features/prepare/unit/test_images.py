@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import Site
-from forestage.commands.world import ExitStatus
+from forestage.commands.command_context import ExitStatus
 from forestage.features.prepare import images
 
 
@@ -29,7 +29,7 @@ def shared(tmp_path: Path) -> Path:
 def test_images_command_lists_upper_directories_first_with_size_owner_and_label(
     shared: Path,
 ) -> None:
-    found = images.gather([str(shared)])
+    found = images.list_images_below([str(shared)])
     assert names(found) == ["b.sqsh", "a.squashfs", "c.sqfs"]
     first = found.images[0]
     assert (first.size, first.label, found.images[1].label) == (2048, "PyTorch 25.01", "")
@@ -42,17 +42,22 @@ def test_images_command_skips_links_hidden_directories_and_files_too_deep(shared
     (shared / "folder.sqsh").mkdir()
     (shared / ".snapshot").mkdir()
     (shared / ".snapshot/old.sqsh").touch()
-    deep = shared.joinpath(*["d"] * images.DEPTH)
+    deep = shared.joinpath(*["d"] * images.MAX_DEPTH)
     (deep / "below").mkdir(parents=True)
     (deep / "last.sqsh").touch()
     (deep / "below/beyond.sqsh").touch()
-    assert names(images.gather([str(shared)])) == ["b.sqsh", "a.squashfs", "c.sqfs", "last.sqsh"]
+    assert names(images.list_images_below([str(shared)])) == [
+        "b.sqsh",
+        "a.squashfs",
+        "c.sqfs",
+        "last.sqsh",
+    ]
 
 
 def test_images_command_stops_at_its_limit_and_marks_the_listing_as_cut_off(shared: Path) -> None:
-    found = images.gather([str(shared)], most=2)
+    found = images.list_images_below([str(shared)], most=2)
     assert (names(found), found.cut_off) == (["b.sqsh"], True)
-    assert not images.gather([str(shared)]).cut_off
+    assert not images.list_images_below([str(shared)]).cut_off
 
 
 @pytest.mark.parametrize("label", ["fifo", "link", "escape", "long", "bytes"])
@@ -68,7 +73,7 @@ def test_bad_label_file_of_an_image_gives_a_printable_or_empty_label(
     else:
         text = {"escape": b"\x1b[2Jred", "long": b"x" * 5000, "bytes": b"\xff\xfe"}[label]
         file.write_bytes(text)
-    said = images.gather([str(shared)]).images[0].label
+    said = images.list_images_below([str(shared)]).images[0].label
     assert said.isprintable()
     assert len(said) <= images.MAX_LABEL
     assert bool(said) == (label not in ("fifo", "link"))

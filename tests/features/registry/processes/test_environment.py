@@ -30,7 +30,7 @@ class Site:
         (self.bin / "enroot").chmod(0o755)
 
     def settings(self, patience: float = 600.0, **environ: str) -> EnrootSettings:
-        return environment.settings(
+        return environment.read_enroot_settings(
             {"HOME": "/home/alice", **environ}, Deadline.after(patience, Clock()), str(self.conf)
         )
 
@@ -52,18 +52,18 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def test_environment_block_is_parsed_without_the_variables_that_pyxis_drops() -> None:
     block = b"A=1\0PATH=/x\0LD_PRELOAD=/x\0LD_AUDIT=/x\0ENROOT_ALLOW_HTTP=y\0B=a=b\nc\0"
-    assert environment.read(block) == {"A": "1", "B": "a=b\nc"}
+    assert environment.parse_environment(block) == {"A": "1", "B": "a=b\nc"}
 
 
 @pytest.mark.parametrize("name", sorted(environment.DENIED))
 def test_variable_that_pyxis_drops_is_recognized_only_by_its_whole_name(name: str) -> None:
-    assert environment.read(f"{name}=1\0{name}S=2\0".encode()) == {f"{name}S": "2"}
+    assert environment.parse_environment(f"{name}=1\0{name}S=2\0".encode()) == {f"{name}S": "2"}
 
 
 def test_environment_block_keeps_the_last_value_and_skips_invalid_variables() -> None:
     block = b"A=1\0A=2\0=x\0none\0\0C=\xff\0" + b"D=" + b"x" * (128 << 10) + b"\0"
-    assert environment.read(block) == {"A": "2", "C": "\udcff"}
-    assert environment.read(b"") == {}
+    assert environment.parse_environment(block) == {"A": "2", "C": "\udcff"}
+    assert environment.parse_environment(b"") == {}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_environment_block_keeps_the_last_value_and_skips_invalid_variables() ->
 )
 def test_environment_block_over_the_size_limits_is_declined(block: bytes) -> None:
     with pytest.raises(Declined) as caught:
-        environment.read(block)
+        environment.parse_environment(block)
     assert caught.value.reason == "environment"
 
 
@@ -162,7 +162,7 @@ def test_enroot_settings_without_enroot_conf_are_enroots_defaults(site: Site) ->
 
 
 def test_credentials_path_without_home_in_the_environment_is_in_the_users_home(site: Site) -> None:
-    found = environment.settings({}, Deadline.after(600.0, Clock()), str(site.conf))
+    found = environment.read_enroot_settings({}, Deadline.after(600.0, Clock()), str(site.conf))
     home = pwd.getpwuid(os.getuid()).pw_dir
     assert found.credentials == f"{home}/.config/enroot/.credentials"
 

@@ -60,7 +60,7 @@ def said(words: str) -> str:
 def test_registry_login_is_selected_by_host_and_user(
     host: str, user: str, password: str | None
 ) -> None:
-    found = credentials.login(FILE, host, user, said)
+    found = credentials.find_login(FILE, host, user, said)
     assert found == (None if password is None else RegistryLogin(user, password))
 
 
@@ -71,17 +71,17 @@ def test_only_the_credentials_command_of_the_host_and_user_is_run() -> None:
         ran.append(words)
         return "secret"
 
-    credentials.login(FILE, "a.io", "ann", run)
+    credentials.find_login(FILE, "a.io", "ann", run)
     assert ran == ["$(pass show ann) # hers"]
     for host, user in (("nvcr.io", "joe"), ("b.io", "joe"), ("default", "joe"), ("a.io", "bob")):
-        credentials.login(FILE, host, user, run)
+        credentials.find_login(FILE, host, user, run)
     assert len(ran) == 1
 
 
 def test_output_of_a_credentials_command_adds_no_entry_for_another_host() -> None:
     """It may have lines, as a JSON key has whose \\n the shell's echo turns into them."""
     text = "machine a.io login joe password $x\n"
-    found = credentials.login(text, "a.io", "joe", lambda words: "one\nmachine b.io login joe")
+    found = credentials.find_login(text, "a.io", "joe", lambda words: "one\nmachine b.io login joe")
     assert found == RegistryLogin("joe", "one")
 
 
@@ -95,7 +95,7 @@ def test_output_of_a_credentials_command_adds_no_entry_for_another_host() -> Non
 def test_user_is_inferred_from_the_registrys_first_credentials_line(
     registry: str, user: str
 ) -> None:
-    assert credentials.user_for(FILE, registry) == user
+    assert credentials.infer_user(FILE, registry) == user
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,14 @@ def test_user_is_inferred_from_the_registrys_first_credentials_line(
 def test_credentials_file_matches_a_registry_and_user_as_in_enroot(
     registry: str, user: str, known: bool
 ) -> None:
-    assert credentials.knows(FILE, registry, user) is known
+    assert credentials.has_entry(FILE, registry, user) is known
 
 
 @given(st.text(st.sampled_from('machine a.iologndefaultpsw"\\$# \t\n'), max_size=200))
 def test_credentials_file_with_any_password_text_is_parsed(text: str) -> None:
-    found = credentials.login(f"machine a.io login joe {text}", "a.io", "joe", lambda words: words)
+    found = credentials.find_login(
+        f"machine a.io login joe {text}", "a.io", "joe", lambda words: words
+    )
     assert found is None or (found.user == "joe" and found.password)
 
 
@@ -132,11 +134,11 @@ def test_credentials_file_over_a_mebibyte_or_no_regular_file_is_read_as_empty(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "c"
-    assert credentials.text(str(file)) == ""
+    assert credentials.read_text_or_empty(str(file)) == ""
     file.write_bytes(b"x" * credentials.LONGEST)
-    assert len(credentials.text(str(file))) == credentials.LONGEST
+    assert len(credentials.read_text_or_empty(str(file))) == credentials.LONGEST
     file.write_bytes(b"x" * (credentials.LONGEST + 1))
-    assert credentials.text(str(file)) == ""
+    assert credentials.read_text_or_empty(str(file)) == ""
     os.mkfifo(tmp_path / "fifo")
     for odd in (tmp_path, tmp_path / "fifo", "/dev/zero", "a\0b"):
-        assert credentials.text(str(odd)) == ""
+        assert credentials.read_text_or_empty(str(odd)) == ""

@@ -13,18 +13,18 @@ from fixtures import REFERENCE
 from forestage.cache.node import Node
 from forestage.errors import Declined, Failed
 from forestage.events import RequestOutcome
-from forestage.features.registry import prolog, waiting, worker
+from forestage.features.registry import prolog, waiting_tasks, worker
 from forestage.features.registry import step_image as registry
-from forestage.features.registry.messages import ImportOrder
-from forestage.features.registry.step_image import RegistryRequest, message, order_of
-from forestage.features.registry.waiting import WaitingTasks
+from forestage.features.registry.step_image import RegistryRequest, format_final_line, make_order
+from forestage.features.registry.waiting_tasks import WaitingTasks
+from forestage.features.registry.worker_messages import ImportOrder
 from forestage.hooks import bare_name
 from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.lines import LANGUAGE
 from forestage.slurm.slurm_conf import SlurmConf
-from forestage.system import child, processes, run
+from forestage.slurm.step_protocol import LANGUAGE
+from forestage.system import forked_child, processes, run
 
 DIGEST = f"sha256:{'a' * 64}"
 
@@ -110,7 +110,7 @@ def test_import_order_makes_the_first_node_of_job_or_step_the_leader(
     leads: bool,
 ) -> None:
     asking = msgspec.structs.replace(asking, step=2, nodelist=nodes, step_nodelist=step_nodes)
-    order = order_of(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
+    order = make_order(stored(staging_node), asking, msgspec.structs.replace(asked, batch=batch))
     assert (order.job, order.leads, order.reference) == (job, leads, REFERENCE)
     assert (order.directory, order.cache) == ("/lustre/store", staging_node.config.cache)
 
@@ -124,19 +124,19 @@ def test_worker_enters_the_tasks_cgroups_except_the_freezer_once_known(
         one.parent.mkdir()
     found = iter([None, groups, groups])
     monkeypatch.setattr(
-        child, "find_task_cgroups", lambda manager: next(found) if manager == 42 else None
+        forked_child, "find_task_cgroups", lambda manager: next(found) if manager == 42 else None
     )
-    registry._entering(msgspec.structs.replace(asking, manager=42), tasks)()
+    registry._wait_for_task_cgroups(msgspec.structs.replace(asking, manager=42), tasks)()
     assert [one.exists() for one in groups] == [False, True]
 
 
 def test_worker_of_a_step_without_tasks_is_declined(
     asking: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "find_task_cgroups", lambda manager: None)
+    monkeypatch.setattr(forked_child, "find_task_cgroups", lambda manager: None)
     asking = msgspec.structs.replace(asking, manager=42)
     with WaitingTasks(tmp_path / "sock", 0.0) as tasks, pytest.raises(Declined, match="has ended"):
-        registry._entering(asking, tasks)
+        registry._wait_for_task_cgroups(asking, tasks)
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -154,7 +154,7 @@ def test_worker_start_failure_is_declined_as_stopped_if_its_task_disconnected(
             waiting_task.close()
         raise Failed("helper", "no process can go to the cgroups of the step's tasks")
 
-    monkeypatch.setattr(worker, "start", start)
+    monkeypatch.setattr(worker, "start_worker", start)
     waiting_task = task(tasks)
     with pytest.raises(Declined) as caught, waiting_task:
         registry._start_worker(
@@ -168,7 +168,7 @@ def test_worker_start_failure_is_declined_as_stopped_if_its_task_disconnected(
 
 
 def test_worker_of_a_prolog_stays_in_its_cgroups(asking: Job, tasks: WaitingTasks) -> None:
-    assert registry._entering(asking, tasks) is run.stay_in_cgroups
+    assert registry._wait_for_task_cgroups(asking, tasks) is run.stay_in_cgroups
 
 
 def test_late_task_receives_all_earlier_lines(tasks: WaitingTasks) -> None:
@@ -199,7 +199,7 @@ def test_line_breaks_in_user_text_start_no_line_for_tasks(tasks: WaitingTasks) -
 def test_wait_for_tasks_ends_after_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "LAST", 0.0)
+    monkeypatch.setattr(waiting_tasks, "LAST", 0.0)
     first, second = task(tasks), task(tasks)
     first.close()
     tasks.wait(-1)
@@ -220,7 +220,7 @@ def test_tasks_do_not_count_as_disconnected_before_the_first_task_connects(
 def test_registry_image_is_staged_only_before_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "LAST", 0.0)
+    monkeypatch.setattr(waiting_tasks, "LAST", 0.0)
     tasks.must_wait()
     one = task(tasks)
     tasks.must_wait()
@@ -304,7 +304,7 @@ def handled(**facts: object) -> RequestOutcome:
 def test_user_message_of_a_reference_describes_its_outcome(
     outcome: RequestOutcome, wanted: str, text: str
 ) -> None:
-    assert message(outcome, wanted) == text  # type: ignore[arg-type]
+    assert format_final_line(outcome, wanted) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lies", [True, False])
@@ -319,9 +319,9 @@ def test_missing_registry_image_is_declined_as_bare_name_if_a_file_of_that_name_
         raise Declined("registry-missing", "it has no such image")
 
     found = Declined("bare-name", "write ./a.sqsh") if lies else None
-    monkeypatch.setattr(registry, "_work", refuse)
+    monkeypatch.setattr(registry, "_import_image", refuse)
     monkeypatch.setattr(bare_name, "find_bare_name_refusal", lambda *_: found)
     asked = RegistryRequest(Request("a.sqsh", "option"), 0, False, "", "")
-    outcome = registry._answer(staging_node, asking, asked, tasks).outcome
+    outcome = registry._import_and_stage(staging_node, asking, asked, tasks).outcome
     assert outcome.reason == ("bare-name" if lies else "registry-missing")
     assert outcome.came == "enroot"
