@@ -17,7 +17,7 @@ from forestage.clock import Clock
 from forestage.hooks import user_messages
 from forestage.hooks.boundary import IMAGE_OPTION, HookRun
 from forestage.slurm.job import SAVE_OPTION
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from forestage.system.as_user import User
 from node import ALICE, HANGS, Node, start_hook
 
@@ -92,7 +92,7 @@ class Helper:
         assert self.process.returncode == 0
         assert out.endswith(b"\n")
         number, *lines = (self.begun + out).decode().removesuffix("\n").split("\n")
-        assert number == LANGUAGE
+        assert number == PROTOCOL_GREETING
         return [line.split("\t") for line in lines]
 
     def answer(self) -> list[str]:

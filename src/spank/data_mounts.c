@@ -1,5 +1,4 @@
-/* What of a job's data is shown in its steps? As the helper's lines say (features/data/data_view.py).
-*/
+/* Mounts a job's data in its steps, as the helper's lines say (features/data/data_view.py). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +15,7 @@
 
 #include "plugin.h"
 
-#define SERVER_TIMEOUT_S (SERVED_SECONDS + 7) /* a busy node takes longer */
+#define FETCH_TIMEOUT_S (SERVE_TIMEOUT_S + 7) /* a busy node takes longer */
 #define TMPFS_OPTIONS "mode=0755,size=64k" /* of the tmpfs in which missing mount points are made */
 
 /* A line, parsed in user_init; the tasks inherit it. */
@@ -76,7 +75,8 @@ void set_data_variables(spank_t sp)
 bool has_directory_line(void)
 {
 	for (const struct data_line *line = data_lines; line < data_lines + data_line_count; line++)
-		if (get_kind(line) == LINE_ENV && strcmp(get_field(line, 0), DIRECTORY) == 0)
+		if (get_kind(line) == LINE_ENV &&
+		    strcmp(get_field(line, 0), DIRECTORY_VARIABLE) == 0)
 			return true;
 	return false;
 }
@@ -156,7 +156,7 @@ static const char *mount_device(const struct data_line *line, int target_fd)
 const char *fetch_data_mount(struct data_line *line)
 {
 	static char answer[KEEPER_ANSWER_BYTES];
-	const struct timeval timeout = {.tv_sec = SERVER_TIMEOUT_S};
+	const struct timeval timeout = {.tv_sec = FETCH_TIMEOUT_S};
 	const char *failure = "nobody serves it";
 
 	if (get_kind(line) != LINE_SERVED)

@@ -77,12 +77,12 @@ static void add_group_ids(char **env, const struct requester *requester)
 		length += (size_t)snprintf(list + length, sizeof(list) - length, "%s%u",
 					   i ? "," : "", (unsigned int)requester->groups[i]);
 	if (requester->group_count > 0 && length < sizeof(list))
-		add_variable(env, STEP_GROUPS "=%s", list);
+		add_variable(env, STEP_GROUPS_VARIABLE "=%s", list);
 }
 
 /*
- * All that the helper gets, beside argv { HELPER, "step" }. The names are the Prolog's, so that one
- * parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
+ * All that the helper gets, beside argv { HELPER_PATH, "step" }. The names are the Prolog's, so that
+ * one parser reads both; what has no value is left out, and numbers are decimal. Slurm vouches for
  * ids, directory and node name. Partition and the step's nodes (copy_step_variable) are the user's
  * word, as they can change their step's environment, and so are image, save and home, as written. No
  * SLURM_JOB_USER: the helper looks the name up by uid.
@@ -118,9 +118,9 @@ static void build_helper_environment(char **env, spank_t sp, const struct step *
 	if (step->container_name[0])
 		add_variable(env, "%s_name=%s", option, step->container_name);
 	if (path)
-		add_variable(env, STEP_PATH "=%s", path);
+		add_variable(env, STEP_PATH_VARIABLE "=%s", path);
 	if (has_environment)
-		add_variable(env, STEP_ENVIRONMENT "=%d", ENVIRONMENT_FD);
+		add_variable(env, STEP_ENVIRONMENT_VARIABLE "=%d", ENVIRONMENT_FD);
 	if (conf) /* it says how nodes prove to each other who they are, see features/peers/auth.py */
 		add_variable(env, "SLURM_CONF=%s", conf);
 	if (step->is_registry_image) /* for features/registry/step_image.py: is it a batch job's? */
@@ -131,10 +131,11 @@ static void build_helper_environment(char **env, spank_t sp, const struct step *
 				     ? "SPANK__SLURM_SPANK_OPTION_pyxis_container_mount_home"
 				     : "SPANK__SLURM_SPANK_OPTION_pyxis_no_container_mount_home");
 	if (spank_getenv(sp, "HOME", home, sizeof(home)) == ESPANK_SUCCESS)
-		add_variable(env, STEP_HOME "=%s", home);
+		add_variable(env, STEP_HOME_VARIABLE "=%s", home);
 	/* With ContainSpank it is not the process that forks the helper. */
-	add_variable(env, STEP_MANAGER "=%d", (int)manager_pid);
-	add_variable(env, STEP_TIMEOUT "=%ld", timeout_s); /* seconds until its group is killed */
+	add_variable(env, STEP_MANAGER_VARIABLE "=%d", (int)manager_pid);
+	/* Seconds until its group is killed. */
+	add_variable(env, STEP_TIMEOUT_VARIABLE "=%ld", timeout_s);
 }
 
 /*
@@ -303,7 +304,7 @@ static void add_further_image(char *text, struct step *step)
 	struct protocol_line line;
 	const enum line_kind kind = parse_line(text, &line);
 
-	if (step->further_count == MAX_HINTED || (kind != LINE_USE && kind != LINE_THROUGH))
+	if (step->further_count == MAX_HINTED_PATHS || (kind != LINE_USE && kind != LINE_THROUGH))
 		return;
 	*image = (struct step){.keeper_fd = -1};
 	apply_answer(&line, image);
@@ -352,12 +353,12 @@ static const char *read_answer(int output_fd, uid_t uid, long timeout_s, struct 
 {
 	long long end = read_monotonic_ms() + timeout_s * 1000LL,
 		  next_check = read_monotonic_ms() + SIGNAL_CHECK_MS;
-	char line[MAX_LINE];
+	char line[MAX_LINE_BYTES];
 	size_t length = 0;
 	int user_lines = 0, waiting_checks = 0;
 	bool is_protocol_known = false;
 
-	while (length < MAX_LINE) {
+	while (length < MAX_LINE_BYTES) {
 		struct pollfd ready = {.fd = output_fd, .events = POLLIN};
 		long long now = read_monotonic_ms();
 		if (now >= end)
@@ -370,7 +371,7 @@ static const char *read_answer(int output_fd, uid_t uid, long timeout_s, struct 
 		}
 		if (poll(&ready, 1, (int)((next_check < end ? next_check : end) - now)) <= 0)
 			continue;
-		ssize_t n = read(output_fd, line + length, MAX_LINE - length);
+		ssize_t n = read(output_fd, line + length, MAX_LINE_BYTES - length);
 		if (n < 0 && errno == EINTR)
 			continue;
 		if (n <= 0)
@@ -378,7 +379,7 @@ static const char *read_answer(int output_fd, uid_t uid, long timeout_s, struct 
 		length += (size_t)n;
 		for (char *newline; (newline = memchr(line, '\n', length));) {
 			*newline = '\0';
-			if (!is_protocol_known && strcmp(line, LANGUAGE) != 0)
+			if (!is_protocol_known && strcmp(line, PROTOCOL_GREETING) != 0)
 				return "it is of another release";
 			if (is_protocol_known && apply_line(line, step, &user_lines))
 				return NULL;
@@ -465,8 +466,8 @@ const char *ask_helper(spank_t sp, const char *helper_path, long timeout_s, stru
 	    !step->is_registry_image && requester.group_count >= 0 &&
 	    !run_call(&call, RECORD_TIMEOUT_S) && connect_step_keeper(step)) {
 		slurm_verbose("forestage: %s needs no helper, as its job had it before", step->image);
-		spank_setenv(sp, RESULT, step->reads_through ? "through" : "hit", 1);
-		spank_setenv(sp, IMAGE_PATH, step->resolved_path, 1);
+		spank_setenv(sp, RESULT_VARIABLE, step->reads_through ? "through" : "hit", 1);
+		spank_setenv(sp, IMAGE_PATH_VARIABLE, step->resolved_path, 1);
 		return NULL;
 	}
 	if (is_contained && timeout_s > CONTAINED_TIMEOUT_S)

@@ -18,12 +18,12 @@
 #define WAITING_NAME "forestage-wait"
 
 /* One line into `line`; false at the end. No time limit: the end of either side ends the wait. */
-static bool receive_line(int fd, char line[MAX_LINE])
+static bool receive_line(int fd, char line[MAX_LINE_BYTES])
 {
 	ssize_t n;
 
 	do {
-		n = recv(fd, line, MAX_LINE - 1, 0);
+		n = recv(fd, line, MAX_LINE_BYTES - 1, 0);
 	} while (n < 0 && (errno == EINTR || errno == EAGAIN));
 	line[n > 0 ? n : 0] = '\0';
 	return n > 0;
@@ -65,7 +65,7 @@ static void set_killable(bool is_killable)
 void await_answer(spank_t sp, struct step *step)
 {
 	const char *failure = "nobody answers";
-	char packet[MAX_LINE];
+	char packet[MAX_LINE_BYTES];
 	struct protocol_line line;
 	int task = 0;
 
@@ -74,7 +74,7 @@ void await_answer(spank_t sp, struct step *step)
 	step->is_pending = false;
 	spank_get_item(sp, S_TASK_ID, &task);
 	bool is_protocol_known =
-		fd >= 0 && receive_line(fd, packet) && strcmp(packet, LANGUAGE) == 0;
+		fd >= 0 && receive_line(fd, packet) && strcmp(packet, PROTOCOL_GREETING) == 0;
 	while (is_protocol_known && failure && receive_line(fd, packet)) {
 		const enum line_kind kind = parse_line(packet, &line);
 		if (kind == LINE_USE || kind == LINE_THROUGH || kind == LINE_LEAVE) {
@@ -83,8 +83,8 @@ void await_answer(spank_t sp, struct step *step)
 		} else if (kind == LINE_SAY && task == 0) {
 			slurm_spank_log("%s", line.fields[0]);
 		} else if (kind == LINE_ENV && line.field_count == 2 &&
-			   strcmp(line.fields[0], RESULT) == 0) {
-			spank_setenv(sp, RESULT, line.fields[1], 1);
+			   strcmp(line.fields[0], RESULT_VARIABLE) == 0) {
+			spank_setenv(sp, RESULT_VARIABLE, line.fields[1], 1);
 		}
 	}
 	set_killable(false);

@@ -37,15 +37,15 @@ SPANK_PLUGIN(forestage, 1)
 
 #define EXTERN_STEP 0xfffffffcu /* SLURM_EXTERN_CONT of slurm.h */
 
-static const char *helper_path = HELPER;
+static const char *helper_path = HELPER_PATH;
 static long timeout_s = 540; /* seconds; below MAX_TIMEOUT_S, so that other plugins may be slow */
 static bool has_bad_argument;
 
 /* Completed in user_init; the tasks are forked later and inherit it. */
-static struct step further_images[MAX_HINTED];
+static struct step further_images[MAX_HINTED_PATHS];
 static struct step step = {.keeper_fd = -1, .further_images = further_images};
 
-#define MAX_TASK_MOUNTS (1 + MAX_HINTED + MAX_DATA_LINES)
+#define MAX_TASK_MOUNTS (1 + MAX_HINTED_PATHS + MAX_DATA_LINES)
 
 /* One for each mount, in memory that the tasks share. */
 static struct report_marks *report_marks = MAP_FAILED;
@@ -73,11 +73,12 @@ static void touch_loaded_mark(void)
 	struct stat status;
 
 	/* Looked at first: mkdir(2) of what exists waits for the lock of /run (system/folders.py). */
-	if (stat(RUN, &status) != 0 && (mkdir(RUN, RUN_MODE) != 0 || stat(RUN, &status) != 0))
+	if (stat(RUN_DIRECTORY, &status) != 0 &&
+	    (mkdir(RUN_DIRECTORY, RUN_DIRECTORY_MODE) != 0 || stat(RUN_DIRECTORY, &status) != 0))
 		return;
-	if ((status.st_mode & 07777) != RUN_MODE)
-		chmod(RUN, RUN_MODE);
-	int fd = open(LOADED, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+	if ((status.st_mode & 07777) != RUN_DIRECTORY_MODE)
+		chmod(RUN_DIRECTORY, RUN_DIRECTORY_MODE);
+	int fd = open(LOADED_MARK, O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
 
 	if (fd < 0)
 		return;
@@ -188,7 +189,7 @@ static bool has_lease_file(spank_t sp, const char *suffix)
 
 	if (spank_get_item(sp, S_JOB_ID, &job_id) != ESPANK_SUCCESS)
 		return false;
-	snprintf(path, sizeof(path), LEASES "/%u%s", job_id, suffix);
+	snprintf(path, sizeof(path), LEASE_DIRECTORY "/%u%s", job_id, suffix);
 	return access(path, F_OK) == 0;
 }
 
@@ -201,16 +202,16 @@ static bool has_job_hints(spank_t sp)
 	uint32_t step_id = 0;
 
 	return spank_get_item(sp, S_JOB_STEPID, &step_id) == ESPANK_SUCCESS &&
-	       step_id != EXTERN_STEP && has_lease_file(sp, HINTED_SUFFIX);
+	       step_id != EXTERN_STEP && has_lease_file(sp, HINTS_SUFFIX);
 }
 
 /* Where its job has a directory of its own: a script must not take the empty one of root's for it. */
 static void report_lost_directory(spank_t sp, bool had_directory, const char *failure)
 {
 	if (has_directory_line() ||
-	    !(has_lease_file(sp, DIRECTORY_SUFFIX) || (had_directory && failure)))
+	    !(has_lease_file(sp, DIRECTORY_RECORD_SUFFIX) || (had_directory && failure)))
 		return;
-	slurm_spank_log("forestage: this step does not have its job's " JOB_DIR ": %s",
+	slurm_spank_log("forestage: this step does not have its job's " JOB_DIRECTORY ": %s",
 			failure ? failure : "forestage has failed on this node");
 }
 
@@ -225,8 +226,8 @@ static void set_image_path_variable(spank_t sp)
 
 	spank_get_item(sp, S_JOB_ID, &job_id);
 	spank_get_item(sp, S_JOB_STEPID, &step_id);
-	snprintf(path, sizeof(path), IMAGES "/%u.%u.sqsh", job_id, step_id);
-	spank_setenv(sp, IMAGE_PATH, path, 1);
+	snprintf(path, sizeof(path), STEP_IMAGE_DIRECTORY "/%u.%u.sqsh", job_id, step_id);
+	spank_setenv(sp, IMAGE_PATH_VARIABLE, path, 1);
 }
 
 /* Once per step and node; our effective user is the job's, our real one root. */
@@ -330,7 +331,7 @@ void record_mount_failure(spank_t sp, const struct task_mount *mount)
 		"\"%s\",\"data\":%s}}",
 		job_id, uid, node ? node : "", failure_reason(mount), failure, path,
 		mount->image ? "false" : "true");
-	append_event(EVENTS,
+	append_event(EVENT_LOG,
 		     &(struct event){.uid = uid, .step_id = step_id, .json_rest = json_rest});
 }
 
@@ -338,13 +339,13 @@ void report_mount_failure(spank_t sp, const struct task_mount *mount)
 {
 	bool first = is_first_task(sp, mount->marks ? &mount->marks->message : NULL);
 
-	spank_unsetenv(sp, LOCAL); /* it would name this one, too */
+	spank_unsetenv(sp, LOCAL_PATHS_VARIABLE); /* it would name this one, too */
 	if (mount->image && (mount->image == &step || !step.image[0]))
-		spank_setenv(sp, RESULT, failure_reason(mount), 1);
+		spank_setenv(sp, RESULT_VARIABLE, failure_reason(mount), 1);
 	if (!mount->image) {
-		if (strcmp(mount->path, JOB_DIR) == 0)
+		if (strcmp(mount->path, JOB_DIRECTORY) == 0)
 			remove_directory_variables(sp);
-		spank_setenv(sp, DATA_RESULT, failure_reason(mount), 1);
+		spank_setenv(sp, DATA_RESULT_VARIABLE, failure_reason(mount), 1);
 		slurm_info("forestage: nothing is mounted at %s: %s: %s", mount->path,
 			   mount->failure, strerror(mount->error_number));
 		if (first)
@@ -389,7 +390,7 @@ int slurm_spank_task_init_privileged(spank_t sp, int ac, char **av)
 	/* After the images, which are known by what lies beneath. */
 	data_count = list_data_mounts(mounts + count);
 	for (int i = 0; i < data_count; i++)
-		mounts[count + i].marks = find_report_marks(1 + MAX_HINTED + i);
+		mounts[count + i].marks = find_report_marks(1 + MAX_HINTED_PATHS + i);
 	count += data_count;
 	if (count)
 		make_task_mounts(sp, mounts, count);

@@ -52,7 +52,7 @@ struct step {
 
 	bool has_hints;       /* the job's comment names images or data for its steps */
 	int further_count;    /* of `further_images`, as the helper answered */
-	struct step *further_images; /* MAX_HINTED of them */
+	struct step *further_images; /* MAX_HINTED_PATHS of them */
 };
 
 #define MAX_DATA_LINES 40   /* lines of a step; more are left out */

@@ -13,8 +13,8 @@
 
 #include "plugin.h"
 
-#define KEEPER_TIMEOUT_S 1 /* for each packet to or from the keeper; below LIMIT_MS */
-#define MOUNT_REQUEST "mount"    /* asks for a clone of its mount: system/daemon.py */
+#define KEEPER_TIMEOUT_S 1 /* for each packet to or from the keeper; below MOUNT_TIMEOUT_MS */
+#define MOUNT_REQUEST "mount" /* asks for a clone of its mount: system/daemon.py */
 
 /* Old headers have neither; the numbers are the same on every architecture of Slurm's. */
 #ifndef SYS_move_mount

@@ -17,7 +17,8 @@
 #define MAX_STALE_BINDS 8 /* unmounted from one path at most */
 /* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */
 #define ENTRY_ROOT_PATTERN                                                                         \
-	"/(" ENTRIES "/[0-9a-f]{32}|" EVICTED "/[0-9a-f]{32}\\.[0-9]+)/image(//deleted)?$"
+	"/(" ENTRIES_NAME "/[0-9a-f]{32}|" EVICTED_NAME "/[0-9a-f]{32}\\.[0-9]+)"                   \
+	"/image(//deleted)?$"
 
 enum path_state { PATH_SOURCE, PATH_COPY, PATH_STALE, PATH_OTHER, PATH_UNREADABLE };
 enum mount_kind { MOUNT_OTHER, MOUNT_ENTRY, MOUNT_READ_THROUGH };

@@ -45,7 +45,8 @@ static struct spank_option stage_options[] = {
 };
 #define STAGE_OPTIONS (sizeof(stage_options) / sizeof(stage_options[0]))
 
-static char option_words[MAX_OPTION + 1]; /* as `forestage hints` takes them, each with a newline */
+/* As `forestage hints` takes them, each with a newline. */
+static char option_words[MAX_OPTION_CHARS + 1];
 static size_t option_words_length;
 static bool are_words_too_long;
 static const char *option_with_newline; /* the name of an option whose value holds a newline */
@@ -113,7 +114,7 @@ void register_stage_options(spank_t sp)
 			unset_slurm_variable(format_slurm_variable(&stage_options[i], name));
 	}
 	if (spank_context() != S_CTX_REMOTE)
-		unset_slurm_variable(HANDED_OVER);
+		unset_slurm_variable(STAGE_VARIABLE);
 }
 
 static char **build_check_arguments(const char *helper_path, char *text)
@@ -219,7 +220,8 @@ static bool are_words_refused(const char *helper_path)
 
 	if (are_words_too_long) {
 		slurm_error("forestage: --stage: more than %d bytes in all (name the directory that the"
-			    " paths lie in, or a list: --comment=stage-list=FILE)", MAX_OPTION);
+			    " paths lie in, or a list: --comment=stage-list=FILE)",
+			    MAX_OPTION_CHARS);
 		return true;
 	}
 	if (option_with_newline) {
@@ -244,7 +246,7 @@ static bool are_words_refused(const char *helper_path)
 		await_exit_status(pid, read_monotonic_ms() + CHECK_TIMEOUT_MS);
 		return false;
 	}
-	if (status != REFUSED || !answer[0])
+	if (status != REFUSED_EXIT_STATUS || !answer[0])
 		return false;
 	for (char *save = NULL, *line = strtok_r(answer, "\n", &save); line;
 	     line = strtok_r(NULL, "\n", &save))
@@ -285,9 +287,9 @@ void pass_options_to_prolog(spank_t sp, const char *helper_path)
 		unset_slurm_variable(name);
 	}
 	if (option_words_length && !is_step_launch())
-		spank_job_control_setenv(sp, HANDED_OVER, option_words, 1);
+		spank_job_control_setenv(sp, STAGE_VARIABLE, option_words, 1);
 	else
-		spank_job_control_unsetenv(sp, HANDED_OVER);
+		spank_job_control_unsetenv(sp, STAGE_VARIABLE);
 	option_words[0] = '\0';
 	option_words_length = 0;
 	are_words_too_long = false;

@@ -12,8 +12,8 @@
 #include "plugin.h"
 
 #define SAVED_PREFIX "FORESTAGE_WAS_"
-#define SEED_PREFIX JOB_DIR "/seed/"
-#define MAX_NAME_BYTES 128 /* more than a seed's variable and SAVED_PREFIX (features/data/job_dir_fill.py) */
+#define SEED_PREFIX JOB_DIRECTORY "/seed/"
+#define MAX_NAME_BYTES 128 /* more than a seed's variable and SAVED_PREFIX (job_dir_fill.py) */
 #define MAX_OWN_VARIABLES 256 /* more than forestage sets for a step */
 
 /* The value of the first variable of that name, which is the one that Slurm finds, or NULL. */
@@ -30,8 +30,8 @@ static const char *find_variable(char **env, const char *name)
 /* Any other value is the user's own, whatever the variable's name is. */
 static bool is_forestage_variable(const char *name, const char *value)
 {
-	if (strcmp(name, DIRECTORY) == 0)
-		return strcmp(value, JOB_DIR) == 0;
+	if (strcmp(name, DIRECTORY_VARIABLE) == 0)
+		return strcmp(value, JOB_DIRECTORY) == 0;
 	return strncmp(value, SEED_PREFIX, strlen(SEED_PREFIX)) == 0 &&
 	       strcmp(value + strlen(SEED_PREFIX), name) == 0;
 }
@@ -67,7 +67,7 @@ static bool remove_next_variable(spank_t sp, bool *had_directory)
 			continue;
 		snprintf(name, sizeof(name), "%.*s", (int)length, *variable);
 		if (is_forestage_variable(name, *variable + length + 1)) {
-			*had_directory = *had_directory || strcmp(name, DIRECTORY) == 0;
+			*had_directory = *had_directory || strcmp(name, DIRECTORY_VARIABLE) == 0;
 			restore_variable(sp, env, name);
 			return true;
 		}
@@ -93,10 +93,10 @@ bool remove_directory_variables(spank_t sp)
 
 bool remove_forestage_variables(spank_t sp)
 {
-	spank_unsetenv(sp, RESULT);
-	spank_unsetenv(sp, IMAGE_PATH);
-	spank_unsetenv(sp, DATA_RESULT);
-	spank_unsetenv(sp, LOCAL);
+	spank_unsetenv(sp, RESULT_VARIABLE);
+	spank_unsetenv(sp, IMAGE_PATH_VARIABLE);
+	spank_unsetenv(sp, DATA_RESULT_VARIABLE);
+	spank_unsetenv(sp, LOCAL_PATHS_VARIABLE);
 	return remove_directory_variables(sp);
 }
 

@@ -13,7 +13,7 @@
 
 #include "plugin.h"
 
-#define EVENT_BYTES (RECORD_BYTES + 200)
+#define EVENT_BYTES (MAX_RECORD_BYTES + 200)
 #define MAX_USER_FILES 32 /* files of the user's; one with more asks a helper */
 #define PROLOG_TIMEOUT_US 1000000 /* for a Prolog's work; a helper waits longer (hooks/background_prolog.py) */
 
@@ -126,7 +126,7 @@ static bool find_recorded_image(char *text, const char *path, const struct reque
 	struct protocol_line line;
 	char *line_text = strsep(&text, "\n");
 
-	if (strcmp(line_text, LANGUAGE) != 0)
+	if (strcmp(line_text, PROTOCOL_GREETING) != 0)
 		return false;
 	while ((line_text = strsep(&text, "\n")) && text) { /* each ends with a newline */
 		const enum line_kind kind = parse_line(line_text, &line);
@@ -215,18 +215,18 @@ static void append_line(int fd, const char *line)
  */
 static void append_user_event(uid_t uid, const char *line)
 {
-	char path[sizeof(USERS USER_FILE_NAME) + 16];
+	char path[sizeof(USER_LOG_DIRECTORY USER_FILE_NAME) + 16];
 	struct stat st;
 
-	snprintf(path, sizeof(path), USERS "/%u/" USER_FILE_NAME, uid);
+	snprintf(path, sizeof(path), USER_LOG_DIRECTORY "/%u/" USER_FILE_NAME, uid);
 	int fd = open(path, O_RDWR | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 	if (fd < 0)
 		return;
 	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0) {
 		append_line(fd, line);
-		if (fstat(fd, &st) == 0 && st.st_blocks * 512LL > USER_FILE_BYTES)
+		if (fstat(fd, &st) == 0 && st.st_blocks * 512LL > MAX_USER_FILE_BYTES)
 			fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, 0,
-				  (st.st_size - USER_KEPT_BYTES) / 4096 * 4096);
+				  (st.st_size - KEPT_USER_FILE_BYTES) / 4096 * 4096);
 	}
 	close(fd);
 }
@@ -303,7 +303,8 @@ static bool is_directory_format(const char *line)
 {
 	char expected[64];
 
-	for (int format = DIRECTORY_FORMAT; format > 0 && format >= DIRECTORY_FORMAT - 1; format--) {
+	for (int format = DIRECTORY_RECORD_FORMAT;
+	     format > 0 && format >= DIRECTORY_RECORD_FORMAT - 1; format--) {
 		snprintf(expected, sizeof(expected), "directory %d", format);
 		if (strcmp(line, expected) == 0)
 			return true;
@@ -318,16 +319,18 @@ static bool is_directory_format(const char *line)
  */
 void answer_from_directory_record(const struct requester *requester, struct step *step)
 {
-	static char text[RECORD_BYTES], answer[RECORD_BYTES + sizeof(LANGUAGE) + 32];
+	static char text[MAX_RECORD_BYTES],
+		answer[MAX_RECORD_BYTES + sizeof(PROTOCOL_GREETING) + 32];
 	char path[64], *rest = text, *line_text;
 	bool is_same_boot = false, is_of_user = false;
 	struct protocol_line line;
 
 	(void)step;
-	snprintf(path, sizeof(path), LEASES "/%u" DIRECTORY_SUFFIX, requester->job_id);
+	snprintf(path, sizeof(path), LEASE_DIRECTORY "/%u" DIRECTORY_RECORD_SUFFIX,
+		 requester->job_id);
 	if (!read_root_file(path, text, sizeof(text)) || !is_directory_format(strsep(&rest, "\n")))
 		return;
-	size_t length = (size_t)snprintf(answer, sizeof(answer), LANGUAGE "\n");
+	size_t length = (size_t)snprintf(answer, sizeof(answer), PROTOCOL_GREETING "\n");
 	while ((line_text = strsep(&rest, "\n")) && rest) { /* each ends with a newline */
 		size_t end = length + (size_t)snprintf(answer + length, sizeof(answer) - length,
 						       "%s\n", line_text);
@@ -356,14 +359,14 @@ void answer_from_directory_record(const struct requester *requester, struct step
 
 void answer_from_record(const struct requester *requester, struct step *step)
 {
-	static char text[RECORD_BYTES], output[RECORD_BYTES];
+	static char text[MAX_RECORD_BYTES], output[MAX_RECORD_BYTES];
 	char path[64], image_path[2 * PATH_MAX];
 	const long long start = read_clock_us(CLOCK_MONOTONIC);
 	struct open_copy copy = {.directory_fd = -1, .image_fd = -1};
 	struct recorded_image image = {0};
 	struct protocol_line answer;
 
-	snprintf(path, sizeof(path), LEASES "/%u" PROLOG_SUFFIX, requester->job_id);
+	snprintf(path, sizeof(path), LEASE_DIRECTORY "/%u" PROLOG_MARK_SUFFIX, requester->job_id);
 	await_prolog(path);
 	/* As os.path.join() has it in hooks/step.py. */
 	if (step->image[0] == '/')
@@ -371,11 +374,11 @@ void answer_from_record(const struct requester *requester, struct step *step)
 	else
 		snprintf(image_path, sizeof(image_path), "%s/%s", step->working_directory,
 			 step->image);
-	snprintf(path, sizeof(path), LEASES "/%u" SHOWN_SUFFIX, requester->job_id);
+	snprintf(path, sizeof(path), LEASE_DIRECTORY "/%u" STEP_RECORD_SUFFIX, requester->job_id);
 	if (!read_root_file(path, text, sizeof(text)) ||
 	    !find_recorded_image(text, image_path, requester, &image))
 		return;
-	int length = snprintf(output, sizeof(output), LANGUAGE "\n%s\n", image.answer);
+	int length = snprintf(output, sizeof(output), PROTOCOL_GREETING "\n%s\n", image.answer);
 	if (parse_line(image.answer, &answer) != LINE_USE && answer.kind != LINE_THROUGH)
 		return;
 	apply_answer(&answer, step);

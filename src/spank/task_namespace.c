@@ -76,7 +76,7 @@ void mark_namespace_changed(void)
 
 static bool is_slurm_cgroup(char *path)
 {
-	static const char *const patterns[] = {SLURMS};
+	static const char *const patterns[] = {SLURM_CGROUP_NAMES};
 	char *name;
 
 	while ((name = strsep(&path, "/\n")))
@@ -102,7 +102,8 @@ static bool move_to_cgroup(const char *directory, const char *name)
 /* As leave_job() in system/forked_child.py: Slurm waits for what hangs in a step's cgroups, and drains. */
 static void leave_slurm_cgroups(void)
 {
-	FILE *groups = move_to_cgroup(HOLD, "serve") ? NULL : fopen("/proc/self/cgroup", "re");
+	FILE *groups =
+		move_to_cgroup(HOLD_CGROUP, "serve") ? NULL : fopen("/proc/self/cgroup", "re");
 	char *line = NULL;
 	size_t size = 0;
 
@@ -153,9 +154,9 @@ static void close_other_descriptors(int socket_fd, const struct task_mount *moun
 }
 
 /*
- * A mounter locks two of the user's bytes of the file MOUNTING: one for the path that it mounts over, and
- * one of the TASK_TURNS. The one that hangs keeps them, and others wait for a lock instead, where a signal
- * ends them: so one process of a user hangs for each path, and so many in all. By one descriptor: if
+ * A mounter locks two of the user's bytes of MOUNT_LOCK_FILE: one for the path that it mounts over,
+ * and one of the TASK_TURNS. The one that hangs keeps them, and others wait for a lock instead, where a
+ * signal ends them: so one process of a user hangs for each path, and so many in all. By one descriptor: if
  * another one of this file were closed, all locks of this process would go.
  */
 static bool control_byte_lock(int command, struct flock *lock)
@@ -163,7 +164,8 @@ static bool control_byte_lock(int command, struct flock *lock)
 	static int file = -1;
 
 	if (file < 0)
-		file = open(MOUNTING, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+		file = open(MOUNT_LOCK_FILE, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
+			    0600);
 	return file >= 0 && fcntl(file, command, lock) == 0;
 }
 
@@ -212,7 +214,7 @@ static off_t hash_path(const char *path)
 	unsigned long long sum = 0;
 
 	while (*path)
-		sum = (sum * 31 + (unsigned char)*path++) % (TASK_MOUNTS_WIDTH - TASK_TURNS);
+		sum = (sum * 31 + (unsigned char)*path++) % (TASK_LOCKS_WIDTH - TASK_TURNS);
 	return (off_t)sum;
 }
 
@@ -309,7 +311,7 @@ static const char *mount_in_turn(spank_t sp, const struct task_mount *mount, int
 		return "no mount namespace";
 	if (spank_get_item(sp, S_JOB_UID, &uid) != ESPANK_SUCCESS)
 		return "nobody says whose job this is";
-	const off_t first_turn = TASK_MOUNTS_START + (off_t)uid * TASK_MOUNTS_WIDTH;
+	const off_t first_turn = TASK_LOCKS_START + (off_t)uid * TASK_LOCKS_WIDTH;
 	const off_t path = first_turn + TASK_TURNS + hash_path(mount->path);
 	off_t turn;
 	set_alarm(true, MOUNT_TIMEOUT_MS);
@@ -321,7 +323,7 @@ static const char *mount_in_turn(spank_t sp, const struct task_mount *mount, int
 		message->cause = CAUSE_HANGING_MOUNT;
 	if (!has_locks)
 		return message->cause == CAUSE_HANGING_MOUNT ? MOUNT_HANGS_TEXT
-							     : MOUNTING " cannot be locked";
+							     : MOUNT_LOCK_FILE " cannot be locked";
 	message->kind = MESSAGE_MOUNTS;
 	send_or_exit(socket_fd, message);
 	errno = 0;

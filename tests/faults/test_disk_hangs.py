@@ -22,7 +22,7 @@ from forestage.cache import disk_errors
 from forestage.commands import evict, status, sweep
 from forestage.errors import Declined
 from forestage.slurm.slurm_client import SlurmClient
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from forestage.system import lock, probe
 from node import ALICE, HANGS, Node, comm, until
 from through import here
@@ -294,7 +294,10 @@ def test_step_is_answered_cache_hangs_though_the_disk_hangs_after_its_probe(
     frozen.stop()
     helper = hook(node, "step", path)
     assert helper.stdout is not None
-    assert [helper.stdout.readline() for _ in range(2)] == [f"{LANGUAGE}\n", "leave\tcache-hangs\n"]
+    assert [helper.stdout.readline() for _ in range(2)] == [
+        f"{PROTOCOL_GREETING}\n",
+        "leave\tcache-hangs\n",
+    ]
     assert helper.wait(HANGS) == 0
 
 

@@ -163,7 +163,7 @@ def test_hanging_reader_of_a_users_event_file_blocks_no_hook_and_no_sweep(
         assert beside(lambda: node.prolog(2, path)).said == ("hit", "")
         hooks = [one.hook for one in events.read_user_events(node.places, ALICE.uid)]
         assert hooks[-2:] == ["epilog", "prolog"]
-        detail = RequestOutcome("hit", detail="x" * user_files.USER_FILE_BYTES)
+        detail = RequestOutcome("hit", detail="x" * user_files.MAX_USER_FILE_BYTES)
         full = events.EventRecord(1.0, "step", 2, detail, uid=ALICE.uid)
         beside(lambda: events.record_events(node.places, [full] * 2))  # its front is given back
         beside(lambda: user_files.remove_idle_users(node.places.users, time.time() * 2))

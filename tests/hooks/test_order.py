@@ -28,7 +28,7 @@ from forestage.config import Config
 from forestage.features import FEATURES
 from forestage.features.data import data_view
 from forestage.slurm.slurm_client import SlurmClient
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from forestage.system import processes
 from forestage.system.sha256 import sha256
 from helper import Helper, environ
@@ -615,7 +615,7 @@ class Played:
             helper = Helper(self.node, environ(self.node, JOB, REFERENCE) | conf, {})
             pid = helper.process.pid
             out, _ = helper.process.communicate(timeout=HANGS)
-            assert out.startswith(LANGUAGE.encode())
+            assert out.startswith(PROTOCOL_GREETING.encode())
         else:
             process = start_hook(self.node, hook, self.environ(), subprocess.DEVNULL)  # type: ignore[arg-type]
             pid = process.pid

@@ -349,7 +349,7 @@ def test_full_users_event_file_frees_its_oldest_blocks_and_keeps_the_latest_line
         for step in range(600):  # 1.5 MiB
             hit = RequestOutcome("hit", request="/a", detail="x" * 2500)
             events.record_events(node.places, [event(ALICE, 7, hit, hook="step", step=step)])
-            assert os.fstat(fd).st_blocks * 512 <= user_files.USER_FILE_BYTES + 4096
+            assert os.fstat(fd).st_blocks * 512 <= user_files.MAX_USER_FILE_BYTES + 4096
         assert mapped[:16] == bytes(16), "nobody keeps the memory by a mapping"
     assert file.stat().st_ino == before.st_ino, "who has it open reads on"
     steps = [one.step for one in own(node)]
@@ -363,14 +363,14 @@ def test_full_users_event_file_is_trimmed_only_by_hooks_of_that_user(node: Node)
     file = file_of(node)
     events.record_events(node.places, [event(ALICE, 7)])
     with file.open("ab") as full:
-        full.write((b"x" * 511 + b"\n") * (user_files.USER_FILE_BYTES // 512))
+        full.write((b"x" * 511 + b"\n") * (user_files.MAX_USER_FILE_BYTES // 512))
     size, blocks = file.stat().st_size, file.stat().st_blocks
     copy = event(BOB, 8, CopyOutcome("copied", key=KEYS[ALICE.uid]), hook="stager")
     events.record_copy_for_users(node.places, copy, {ALICE.uid})
     assert file.stat().st_size > size
     assert file.stat().st_blocks >= blocks
     events.record_events(node.places, [event(ALICE, 7)])
-    assert file.stat().st_blocks * 512 < user_files.USER_FILE_BYTES
+    assert file.stat().st_blocks * 512 < user_files.MAX_USER_FILE_BYTES
     assert [one.hook for one in own(node)] == ["stager", "prolog"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "src/spank"
@@ -100,11 +100,11 @@ class Step:
         return self.use(**differs).replace(f"use\t{self.entry()}", f"through\t{self.place}/sock")
 
     def answers(self, *lines: str, first: str = "", then: str = "") -> None:
-        """Makes the helper run some sh, write LANGUAGE and these lines, and then run some more.
+        """Makes the helper run some sh, write the greeting and these lines, and then run some more.
 
         Once it has answered it may be ended: what a test is to find is noted before.
         """
-        all_lines = (LANGUAGE, *lines)
+        all_lines = (PROTOCOL_GREETING, *lines)
         text = "".join(f"printf '%s\\n' {shlex.quote(line)}\n" for line in all_lines)
         self.script(f"echo x >> {self.folder}/runs\n{first}\n{text}{then}")
 

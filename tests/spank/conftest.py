@@ -54,10 +54,10 @@ OTHERS: Others = {
     },
     "plugin.h": {"MAX_DATA_LINES": ("40", " 6")},
     "constants.h": {
-        "JOB_DIR": ('"/forestage/job"', f'"{OWN}"'),
-        "RUN": ('"/run/forestage"', f'"{MARK.parent}"'),
-        "EVENTS": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
-        "LEASES": ('RUN "/leases"', f'"{LEASES}"'),
+        "JOB_DIRECTORY": ('"/forestage/job"', f'"{OWN}"'),
+        "RUN_DIRECTORY": ('"/run/forestage"', f'"{MARK.parent}"'),
+        "EVENT_LOG": ('"/var/log/forestage/events.jsonl"', f'"{EVENTS}"'),
+        "LEASE_DIRECTORY": ('RUN_DIRECTORY "/leases"', f'"{LEASES}"'),
     },
 }
 

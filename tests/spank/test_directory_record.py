@@ -11,11 +11,11 @@ from companion import GID, JOB, LEASES, OWN, UID, Step, keeping, line
 from conftest import OTHERS, built
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
 from forestage.features.data import directory_record
-from forestage.slurm.step_protocol import LANGUAGE, LineFields
+from forestage.slurm.step_protocol import PROTOCOL_GREETING, LineFields
 from forestage.system.as_user import User
 
-FORMAT = directory_record.DIRECTORY_FORMAT
-NEXT_LANGUAGE = "forestage 99"
+FORMAT = directory_record.DIRECTORY_RECORD_FORMAT
+NEXT_GREETING = "forestage 99"
 LOST = f"forestage: this step does not have its job's {OWN}: "
 Record = Callable[..., None]
 
@@ -24,8 +24,8 @@ Record = Callable[..., None]
 def next_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The companion of the next release, with another language and another format."""
     others = {name: dict(values) for name, values in OTHERS.items()}
-    others["constants.h"]["LANGUAGE"] = (f'"{LANGUAGE}"', f'"{NEXT_LANGUAGE}"')
-    others["constants.h"]["DIRECTORY_FORMAT"] = (FORMAT, FORMAT + 1)
+    others["constants.h"]["PROTOCOL_GREETING"] = (f'"{PROTOCOL_GREETING}"', f'"{NEXT_GREETING}"')
+    others["constants.h"]["DIRECTORY_RECORD_FORMAT"] = (FORMAT, FORMAT + 1)
     return built(tmp_path_factory.mktemp("spank-next"), others)
 
 
@@ -40,7 +40,7 @@ def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -
     own: LineFields = ("device", *disk, "ext4", "rw", str(OWN), "root")
 
     def write(uid: int = UID, line: LineFields = own, format_: int = FORMAT) -> None:
-        monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", format_)
+        monkeypatch.setattr(directory_record, "DIRECTORY_RECORD_FORMAT", format_)
         seed = ("env", "CACHE", f"{OWN}/seed/CACHE")
         lines = [("env", "FORESTAGE_DIR", str(OWN)), seed, line]
         text = directory_record.format_record(uid, lines)
@@ -72,7 +72,7 @@ def shows(step: Step) -> bool:
         "exit 1",
         "kill -KILL $$",
         "echo 'forestage 3'; echo leave x",
-        f"echo '{LANGUAGE}'; printf 'served\\t'; exit 1",
+        f"echo '{PROTOCOL_GREETING}'; printf 'served\\t'; exit 1",
     ],
 )
 def test_job_directory_is_mounted_from_its_record_if_the_helper_fails(
@@ -123,7 +123,7 @@ def test_directory_record_of_this_release_is_used_beside_a_helper_of_the_next_re
     step: Step, record: Record, disk: tuple[str, str]
 ) -> None:
     record(format_=FORMAT + 1)
-    step.script(f"echo '{NEXT_LANGUAGE}'; echo leave x")
+    step.script(f"echo '{NEXT_GREETING}'; echo leave x")
     assert shows(step)
 
 

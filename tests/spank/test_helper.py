@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from companion import GID, JOB, LEASES, OLD_KEY, UID, Step
 
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from node import until
 
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -185,7 +185,7 @@ def test_helper_runs_as_root_with_only_standard_descriptors_and_the_environment(
     step: Step, parent: str
 ) -> None:
     out = step.folder / "out"
-    step.helper.write_text(STATE.format(out=out, number=LANGUAGE))
+    step.helper.write_text(STATE.format(out=out, number=PROTOCOL_GREETING))
     assert step.run(parent).lines("verbose")[0].endswith("none")
     state = json.loads(out.read_text())
     fds = state.pop("fds")
@@ -233,7 +233,7 @@ def test_image_is_not_redirected_if_the_helper_is_missing_or_not_executable(step
     ],
 )
 def test_invalid_answer_of_the_helper_redirects_no_image(step: Step, text: str) -> None:
-    step.script(f"echo '{LANGUAGE}'\n{text}")
+    step.script(f"echo '{PROTOCOL_GREETING}'\n{text}")
     ran = step.run(f"task=cat {step.image}; echo $$")
     assert "stays as it is" in ran.logged
     assert ran.said == []
@@ -253,7 +253,7 @@ def test_helper_messages_reach_the_user_up_to_100_lines(step: Step) -> None:
 @pytest.mark.parametrize("before", ["", "exec >&-;", "yes 'say\tx' &"])
 def test_hanging_helper_is_killed_with_its_process_group(step: Step, before: str) -> None:
     pids_of = f"sleep 1000 & echo $$ $! > {step.folder}/pids"
-    step.script(f"echo '{LANGUAGE}'\n{pids_of}\n{before} wait")
+    step.script(f"echo '{PROTOCOL_GREETING}'\n{pids_of}\n{before} wait")
     for seconds in (1, 10, 100):  # on a busy machine it may be ended before it has begun
         ran = step.run(f"arg=timeout={seconds}")
         assert "took too long" in ran.logged or "no answer" in ran.logged

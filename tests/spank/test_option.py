@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import properties  # noqa: F401 - how many examples
-from forestage.slurm.hints import MAX_OPTION, REFUSED
+from forestage.slurm.hints import MAX_OPTION_CHARS, REFUSED_EXIT_STATUS
 
 SLURMS = "_SLURM_SPANK_OPTION_forestage_stage"
 
@@ -164,14 +164,14 @@ def test_stage_options_of_each_het_job_part_are_checked_by_one_call(command: Com
 def test_job_with_refused_stage_options_is_not_submitted_and_each_reason_is_printed(
     command: Command, context: str
 ) -> None:
-    command.answers(f"echo --stage=x: one; echo another; exit {REFUSED}")
+    command.answers(f"echo --stage=x: one; echo another; exit {REFUSED_EXIT_STATUS}")
     done = command.run("--stage=x", context=context)
     assert done.errors == ["forestage: --stage=x: one", "forestage: another"]
     assert (done.code, done.prologs) == (1, [])
 
 
 def test_refused_stage_option_exits_with_the_code_of_slurm_exit_error(command: Command) -> None:
-    command.answers(f"echo no; exit {REFUSED}")
+    command.answers(f"echo no; exit {REFUSED_EXIT_STATUS}")
     command.environ = {"SLURM_EXIT_ERROR": "77"}
     assert command.run("--stage=x").code == 77
 
@@ -182,7 +182,7 @@ def test_refused_stage_option_exits_with_the_code_of_slurm_exit_error(command: C
         "echo Traceback; exit 1",
         "echo usage; exit 2",
         "kill -9 $$",
-        f"exit {REFUSED}",  # without a word
+        f"exit {REFUSED_EXIT_STATUS}",  # without a word
         "echo fine; exit 0",
         "exec >&-; exit 0",
     ],
@@ -218,7 +218,7 @@ def test_missing_check_of_stage_options_does_not_prevent_submission(
 def test_companion_with_an_invalid_argument_passes_stage_options_unchecked(
     command: Command,
 ) -> None:
-    command.answers(f"echo no; exit {REFUSED}")
+    command.answers(f"echo no; exit {REFUSED_EXIT_STATUS}")
     done = command.run("arg=helpr=/x", "--stage=/a")
     assert (done.words, done.errors) == ([["stage=/a"]], [])
 
@@ -241,7 +241,7 @@ def test_check_of_stage_options_gets_no_variable_of_the_user(command: Command) -
 def test_stage_option_of_a_step_is_reported_once_as_too_late_and_ignored(
     command: Command, name: str
 ) -> None:
-    command.answers(f"echo no; exit {REFUSED}")
+    command.answers(f"echo no; exit {REFUSED_EXIT_STATUS}")
     command.environ = {name: "7"}
     done = command.run("--stage=./x", ":", "--stage-tell", context="local")
     assert (done.code, done.errors, done.words) == (0, [], [[], []])
@@ -286,7 +286,7 @@ PART = st.lists(OPTION, max_size=8)
 
 @given(st.lists(PART, min_size=1, max_size=3))
 @example([[(b"stage", b"")], [(b"stage", b"\n")], [(b"stage-dir", b"=" * 16373)]])
-@example([[(b"stage", b"x" * (MAX_OPTION - 7))]])
+@example([[(b"stage", b"x" * (MAX_OPTION_CHARS - 7))]])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stage_options_of_any_bytes_are_passed_unchanged_or_refused(
     program: Path, parts: list[list[tuple[bytes, bytes]]]
@@ -300,7 +300,7 @@ def test_stage_options_of_any_bytes_are_passed_unchanged_or_refused(
         done = command.run(*words)
     texts = [b"".join(n + b"=" + v + b"\n" for n, v in part) for part in parts]
     broken = any(b"\n" in value for part in parts for _, value in part)
-    if broken or any(len(text) > MAX_OPTION for text in texts):
+    if broken or any(len(text) > MAX_OPTION_CHARS for text in texts):
         assert done.code == 1
         return
     wanted = [f"SPANK_FORESTAGE_STAGE={os.fsdecode(text)}".replace("\n", "\x01") for text in texts]

@@ -244,14 +244,14 @@ def test_companion_does_not_write_to_a_link_fifo_or_foreign_file_as_users_event_
 
 
 def test_full_event_file_of_a_user_frees_its_oldest_blocks(noted: Step, own: Path) -> None:
-    own.write_bytes((b"x" * 511 + b"\n") * (2 * user_files.USER_FILE_BYTES // 512))
+    own.write_bytes((b"x" * 511 + b"\n") * (2 * user_files.MAX_USER_FILE_BYTES // 512))
     size, inode = own.stat().st_size, own.stat().st_ino
     noted.run()
     facts = own.stat()
-    assert facts.st_blocks * 512 <= user_files.USER_KEPT_BYTES + 8192
+    assert facts.st_blocks * 512 <= user_files.KEPT_USER_FILE_BYTES + 8192
     assert (facts.st_ino, facts.st_size > size) == (inode, True)
     assert [
-        event.job for event in events.read_latest_events(own, 2 * user_files.USER_FILE_BYTES)
+        event.job for event in events.read_latest_events(own, 2 * user_files.MAX_USER_FILE_BYTES)
     ] == [JOB]
 
 

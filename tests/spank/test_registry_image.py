@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from companion import JOB, KEY, MARK, SERVED, Keeper, Ran, Step
 
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.01-py3"
 PREFIX = "SPANK__SLURM_SPANK_OPTION_pyxis_container_"
@@ -69,7 +69,7 @@ def answering(place: Path, *answers: Answer) -> Iterator[None]:
 
 def says(*lines: str) -> Answer:
     def answer(made: socket.socket) -> None:
-        for line in (LANGUAGE, *lines):
+        for line in (PROTOCOL_GREETING, *lines):
             made.send(line.encode())
 
     return answer

@@ -22,7 +22,7 @@ from forestage.errors import ConfigError, Declined
 from forestage.events import RequestOutcome
 from forestage.hooks import request_results
 from forestage.slurm import step_protocol
-from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION, Job
+from forestage.slurm.job import IMAGE_OPTION, SAVE_OPTION, STAGE_OPTION_VARIABLE, Job
 from forestage.sources.source import OpenImage
 from forestage.stage import pipeline
 from forestage.stage.task import CopyTask
@@ -45,7 +45,7 @@ def test_any_users_text_becomes_one_log_line_with_one_result_per_request(
         "SLURM_JOB_WORK_DIR": work_dir,
         IMAGE_OPTION: option,
         SAVE_OPTION: saves,
-        STAGE_OPTION: words,
+        STAGE_OPTION_VARIABLE: words,
     }
     job = Job.from_environ(environ)
     outcomes = []

@@ -2,7 +2,7 @@
 
     /run/forestage/leases/<job>.shown     beside the lease, gone with it; fields between tabs
 
-    LANGUAGE                                           of the lines (slurm/step_protocol.py)
+    PROTOCOL_GREETING                                  of the lines (slurm/step_protocol.py)
     boot      BOOT-ID
     events    PATH                                     where a step is noted
     file      PATH  INODE  SIZE  MTIME_NS  CTIME_NS    must still be so; zeros: must not be there
@@ -34,12 +34,12 @@ from forestage.cache.part import boot_id
 from forestage.config import Config
 from forestage.errors import Failed
 from forestage.paths import NodePaths
-from forestage.slurm.step_protocol import LANGUAGE, LineFields, has_control_characters
+from forestage.slurm.step_protocol import PROTOCOL_GREETING, LineFields, has_control_characters
 from forestage.system import records
 from forestage.units import make_printable
 
 FileStamp = tuple[int, int, int, int]
-RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
+MAX_RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
 class RecordedImage(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def add_images(
     if lease is None or leases.said(job, uid).off or not decided:
         return
     keys = {use.key for use in lease.uses}
-    head = [LANGUAGE, *decided]
+    head = [PROTOCOL_GREETING, *decided]
     lines = _read_image_lines(leases.shown(job), head) + [image.line for image in images]
     latest = {
         _requested_path_and_uid(line): line
@@ -135,7 +135,7 @@ def _format_record(head: list[str], images: list[str]) -> str:
     """Pure: the record, without its oldest images where it would be too long."""
     while True:
         text = "".join(f"{line}\n" for line in (*head, *images))
-        if len(os.fsencode(text)) < RECORD_BYTES or not images:
+        if len(os.fsencode(text)) < MAX_RECORD_BYTES or not images:
             return text
         images = images[1:]
 

@@ -24,7 +24,7 @@ from forestage.config import DEFAULT, CompanionPresence, Config, LoadedConfig, f
 from forestage.config import resolve_auto_redirect as of_auto
 from forestage.system.tree import RootedTree
 
-HELPER = "/usr/lib/forestage/bin/forestage"
+HELPER_PATH = "/usr/lib/forestage/bin/forestage"
 
 _JOB_PROLOG = b"\0slurm_spank_job_prolog\0"
 
@@ -237,7 +237,7 @@ def _list_required_findings(ours: StackPlugin, fails: str) -> Iterator[CheckFind
 
 def _find_missing_helper(files: RootedTree, ours: StackPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
-    program = ours.line.argument("helper") or HELPER
+    program = ours.line.argument("helper") or HELPER_PATH
     return "" if files.runs(program) else program
 
 

@@ -319,7 +319,7 @@ def append_events(file: Path, events: Iterable[EventRecord]) -> None:
 def read_user_events(places: NodePaths, uid: int) -> Iterator[EventRecord]:
     """Yields the events that a user may read, oldest first. Raises OSError."""
     return read_latest_events(
-        user_files.user_file_path(places.users, uid), 2 * user_files.USER_FILE_BYTES
+        user_files.user_file_path(places.users, uid), 2 * user_files.MAX_USER_FILE_BYTES
     )
 
 

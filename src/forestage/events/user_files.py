@@ -27,8 +27,8 @@ from forestage.system.files import ACL, encode_acl, open_descriptor
 from forestage.units import is_number
 
 USER_FILE_NAME = "events.jsonl"
-USER_FILE_BYTES = 256 * 1024  # of memory: some 500 events
-USER_KEPT_BYTES = 128 * 1024  # of these, once the front is given back
+MAX_USER_FILE_BYTES = 256 * 1024  # of memory: some 500 events
+KEPT_USER_FILE_BYTES = 128 * 1024  # of these, once the front is given back
 MAX_USERS = 256  # of a node: 64 MiB in all; who comes then takes the place of the longest silent
 IDLE_DAYS = 14  # without an event; the number may be another person's by then
 _PAGE = 4096
@@ -92,8 +92,8 @@ def list_users_of_key(users: Path, key: str) -> Iterator[int]:
                 user_file_path(users, uid), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             ) as fd,
         ):
-            start = max(0, os.fstat(fd).st_size - 2 * USER_FILE_BYTES)
-            if field in os.pread(fd, 2 * USER_FILE_BYTES, start):
+            start = max(0, os.fstat(fd).st_size - 2 * MAX_USER_FILE_BYTES)
+            if field in os.pread(fd, 2 * MAX_USER_FILE_BYTES, start):
                 yield uid
 
 
@@ -140,8 +140,8 @@ def _punch_front(fd: int) -> None:
     stay, and a reader who has it open sees them.
     """
     facts = os.fstat(fd)
-    if facts.st_blocks * 512 > USER_FILE_BYTES:
-        length = (facts.st_size - USER_KEPT_BYTES) // _PAGE * _PAGE
+    if facts.st_blocks * 512 > MAX_USER_FILE_BYTES:
+        length = (facts.st_size - KEPT_USER_FILE_BYTES) // _PAGE * _PAGE
         libc.call_libc(
             "fallocate", fd, _KEEP_SIZE | _PUNCH_HOLE, libc.make_int64(0), libc.make_int64(length)
         )

@@ -63,9 +63,9 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
     record_call(name, os.environ, run)
     update_nodelist(name, os.environ, run)
     if name == "step":
-        from forestage.slurm.step_protocol import LANGUAGE
+        from forestage.slurm.step_protocol import PROTOCOL_GREETING
 
-        write_companion_line(LANGUAGE)
+        write_companion_line(PROTOCOL_GREETING)
     if has_no_work(name, os.environ, root):
         hook.say("result=none")
         hook.answer("leave", "no-image")

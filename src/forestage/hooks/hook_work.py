@@ -32,7 +32,7 @@ from forestage.slurm import companion, timeouts
 from forestage.slurm.companion import CompanionState
 from forestage.slurm.job import Job
 from forestage.slurm.slurm_conf import SlurmConf
-from forestage.slurm.step_protocol import STEP_TIMEOUT, LineFields, has_control_characters
+from forestage.slurm.step_protocol import STEP_TIMEOUT_VARIABLE, LineFields, has_control_characters
 from forestage.units import make_printable
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _run_step(
     background_prolog.wait_for_prolog(
         background_prolog.prolog_mark_path(hook.environ, os.fspath(places.run))
     )
-    timeout = hook.environ.get(STEP_TIMEOUT, "")
+    timeout = hook.environ.get(STEP_TIMEOUT_VARIABLE, "")
     hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
     nodes, refusal = _make_nodes(hook, job, places, clock)
     job, unknown = step.with_identified_user(nodes[0], job, timeout)

@@ -18,17 +18,17 @@ from forestage.events import UNSERVED_RESULTS, WHOLE_RESULTS, OutcomeResult, Req
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.step_protocol import (
-    DATA_RESULT,
-    IMAGE_PATH,
-    LOCAL,
-    MAX_LINE,
-    RESULT,
+    DATA_RESULT_VARIABLE,
+    IMAGE_PATH_VARIABLE,
+    LOCAL_PATHS_VARIABLE,
+    MAX_LINE_BYTES,
+    RESULT_VARIABLE,
     has_control_characters,
 )
 from forestage.units import make_printable
 
 RESULTS_BEST_FIRST = (*WHOLE_RESULTS, "through", "started", *UNSERVED_RESULTS)
-MAX_LOCAL_BYTES = MAX_LINE // 2  # bytes
+MAX_LOCAL_BYTES = MAX_LINE_BYTES // 2  # bytes
 
 
 class RequestResult(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ def list_image_variables(job: Job, answers: Sequence[RequestResult]) -> list[tup
     request, answer = own[0]
     outcome = answer.outcome
     path = outcome.image or os.path.join(job.work_dir, request.path)
-    found = [(RESULT, choose_result_variable(outcome)), (IMAGE_PATH, path)]
+    found = [(RESULT_VARIABLE, choose_result_variable(outcome)), (IMAGE_PATH_VARIABLE, path)]
     return [pair for pair in found if not any(map(has_control_characters, pair))]
 
 
@@ -131,10 +131,10 @@ def list_data_variables(
     found = []
     if outcomes:
         worst = max(outcomes, key=lambda outcome: RESULTS_BEST_FIRST.index(outcome.result))
-        found.append((DATA_RESULT, choose_result_variable(worst)))
+        found.append((DATA_RESULT_VARIABLE, choose_result_variable(worst)))
     listed = ""
     for path in dict.fromkeys(local):
         named = f":{path.replace('%', '%25').replace(':', '%3A')}"
         if not has_control_characters(path) and len(os.fsencode(listed + named)) <= MAX_LOCAL_BYTES:
             listed += named
-    return found + ([(LOCAL, listed[1:])] if listed else [])
+    return found + ([(LOCAL_PATHS_VARIABLE, listed[1:])] if listed else [])

@@ -25,7 +25,11 @@ from forestage.hooks.request_results import RequestResult, with_baseline
 from forestage.slurm import timeouts
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.step_protocol import STEP_ENVIRONMENT, LineFields, has_control_characters
+from forestage.slurm.step_protocol import (
+    STEP_ENVIRONMENT_VARIABLE,
+    LineFields,
+    has_control_characters,
+)
 from forestage.sources import opening
 from forestage.stage.copy_wait import ignore_progress
 from forestage.system import as_user, lock
@@ -104,7 +108,7 @@ def with_step_variables(job: Job, environ: Mapping[str, str]) -> Job:
 
     What is too long for a program to be started with is left out: nobody knows it then.
     """
-    number = environ.get(STEP_ENVIRONMENT, "")
+    number = environ.get(STEP_ENVIRONMENT_VARIABLE, "")
     if not is_number(number):
         return job
     data = b""

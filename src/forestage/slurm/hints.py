@@ -31,7 +31,7 @@ import msgspec
 from forestage.features import FEATURES
 from forestage.units import is_utf8, make_printable, parse_duration, parse_size, quote_value
 
-MAX_HINTED = 16
+MAX_HINTED_PATHS = 16
 """Images read from one comment, and as many data; more are reported. A hook's time is short."""
 
 MAX_PROBLEMS = 8
@@ -40,7 +40,7 @@ MAX_PROBLEMS = 8
 MAX_SHOWN = 200
 """Characters of an option in a problem."""
 
-MAX_OPTION = 16384
+MAX_OPTION_CHARS = 16384
 """Characters that all words given as options may have; execve(2) takes 128 KiB in one variable."""
 
 OPTIONS = tuple(sorted(word for feature in FEATURES for word in feature.options))
@@ -53,7 +53,7 @@ OF_OPTION = "option --"
 ABSOLUTE = "the path from / on"
 OFF_WORDS = ("off", "no", "none")  # values of stage=
 
-REFUSED = 65
+REFUSED_EXIT_STATUS = 65
 """The exit status of `forestage hints` by which the companion, which runs it
 (src/spank/stage_options.c), knows a refusal: no crash and no older release ends so."""
 
@@ -158,8 +158,8 @@ class _HintParser:
 
     def options(self, text: str) -> tuple[str, ...]:
         """Reads the words of an option's variable; returns their names."""
-        if len(text) > MAX_OPTION:
-            self.problems.append(f"{OF_OPTION}stage: longer than {MAX_OPTION} characters")
+        if len(text) > MAX_OPTION_CHARS:
+            self.problems.append(f"{OF_OPTION}stage: longer than {MAX_OPTION_CHARS} characters")
             return ()
         found = [line.partition("=") for line in text.split("\n") if line]
         for name, _, value in found:
@@ -208,8 +208,8 @@ class _HintParser:
             self.settings |= _parse_setting(name, value, self.rank)
         elif not is_utf8(value):  # it is noted for the job's steps, as JSON
             raise ValueError(f"{quote_value(value)} is not UTF-8")
-        elif len(self.words) == MAX_HINTED:
-            raise ValueError(f"is the word after {MAX_HINTED}, which are read")
+        elif len(self.words) == MAX_HINTED_PATHS:
+            raise ValueError(f"is the word after {MAX_HINTED_PATHS}, which are read")
         else:
             self.words.append((name, value))
 
@@ -227,11 +227,11 @@ def parse_hints(comment: str, rank: NodeIndex = UNKNOWN_NODE_INDEX, option: str 
     images = tuple(one for one in unique if not one.is_data)
     data = tuple(one for one in unique if one.is_data)
     for kind, what in ((images, "images"), (data, "data")):
-        if len(kind) > MAX_HINTED:
+        if len(kind) > MAX_HINTED_PATHS:
             by = f"{OF_OPTION}stage" if "stage" in options else "stage="
-            problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED} are read")
+            problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED_PATHS} are read")
     return JobHints(
-        wanted=(*images[:MAX_HINTED], *data[:MAX_HINTED]),
+        wanted=(*images[:MAX_HINTED_PATHS], *data[:MAX_HINTED_PATHS]),
         problems=tuple(make_printable(problem) for problem in problems[:MAX_PROBLEMS]),
         options=options,
         ignored=ignored,

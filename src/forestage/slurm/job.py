@@ -21,8 +21,8 @@ IMAGE_OPTION = _OPTION + "image"
 # Slurm's name for a uid that the node does not know, and the uids that may really have it.
 _UNKNOWN, _NOBODIES = "nobody", (65534, 99)
 # What the companion has of --stage and its kin: Slurm puts SPANK_ before the name for a Prolog.
-HANDED_OVER = "FORESTAGE_STAGE"
-STAGE_OPTION = f"SPANK_{HANDED_OVER}"
+STAGE_VARIABLE = "FORESTAGE_STAGE"
+STAGE_OPTION_VARIABLE = f"SPANK_{STAGE_VARIABLE}"
 SAVE_OPTION = _OPTION + "save"
 HOME_OPTION = _OPTION + "mount_home"
 NO_HOME_OPTION = _OPTION.removesuffix("container_") + "no_container_mount_home"
@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True):
         node = environ.get("SLURMD_NODENAME", "")
         # The second is what releases before 23.02.6 have.
         listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
-        option = environ.get(STAGE_OPTION, "")
+        option = environ.get(STAGE_OPTION_VARIABLE, "")
         rank = (
             _find_node_index(listed, node)
             if "{" in comment or "{" in option
@@ -115,15 +115,15 @@ class Job(msgspec.Struct, frozen=True):
             else False
             if NO_HOME_OPTION in environ
             else None,
-            home=environ.get(step_protocol.STEP_HOME, ""),
-            path=environ.get(step_protocol.STEP_PATH) or PATH,
+            home=environ.get(step_protocol.STEP_HOME_VARIABLE, ""),
+            path=environ.get(step_protocol.STEP_PATH_VARIABLE) or PATH,
             # Not in a step, whose environment is the user's.
             restart=_parse_number(environ, "SLURM_RESTART_COUNT")
             if "SLURM_RESTART_COUNT" in environ and "SLURM_STEP_ID" not in environ
             else 0,
             start=_parse_start(environ),
-            manager=_parse_number(environ, step_protocol.STEP_MANAGER)
-            if step_protocol.STEP_MANAGER in environ
+            manager=_parse_number(environ, step_protocol.STEP_MANAGER_VARIABLE)
+            if step_protocol.STEP_MANAGER_VARIABLE in environ
             else 0,
         )
 
@@ -134,7 +134,7 @@ def _parse_user(environ: Mapping[str, str]) -> User:
     name = environ.get("SLURM_JOB_USER", "")
     if name == _UNKNOWN and uid not in _NOBODIES:
         name = ""
-    listed = environ.get(step_protocol.STEP_GROUPS, "").split(",")
+    listed = environ.get(step_protocol.STEP_GROUPS_VARIABLE, "").split(",")
     # Not of a Prolog: only the companion's environment has nothing of the user's under this name.
     if "SLURM_STEP_ID" in environ and all(map(is_number, listed)):
         return User(name, uid, gid, tuple(dict.fromkeys((gid, *map(int, listed)))), of_step=True)

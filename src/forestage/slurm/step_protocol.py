@@ -2,8 +2,8 @@
 
 A step's helper answers by them, who imports an image sends them to the tasks that wait, a packet
 each (features/registry/waiting_tasks.py), and a record keeps them for further steps
-(cache/step_record.py). LANGUAGE is the first. A companion that knows another one leaves the step as
-it is. What else it does not understand it leaves out.
+(cache/step_record.py). PROTOCOL_GREETING is the first. A companion that knows another one leaves
+the step as it is. What else it does not understand it leaves out.
 
     say     TEXT                            for the user, who sits at the terminal and waits
     env     NAME [VALUE]                    a variable of the step; without a value it has none of
@@ -27,24 +27,26 @@ the user sees it: the task opens it as the user. `root`: it is root's own, and i
 This imports nothing: a helper writes its first line before it knows that there is work.
 """
 
-LANGUAGE = "forestage 4"
-MAX_LINE = 16384  # bytes; the companion reads no longer one
+PROTOCOL_GREETING = "forestage 4"
+MAX_LINE_BYTES = 16384  # bytes; the companion reads no longer one
 
 # What the companion puts into a step's environment, of its image, its data and its own directory.
-RESULT, IMAGE_PATH = "FORESTAGE_RESULT", "FORESTAGE_IMAGE_PATH"
-DATA_RESULT, LOCAL = "FORESTAGE_DATA_RESULT", "FORESTAGE_LOCAL"
-DIRECTORY = "FORESTAGE_DIR"
+RESULT_VARIABLE, IMAGE_PATH_VARIABLE = "FORESTAGE_RESULT", "FORESTAGE_IMAGE_PATH"
+DATA_RESULT_VARIABLE, LOCAL_PATHS_VARIABLE = "FORESTAGE_DATA_RESULT", "FORESTAGE_LOCAL"
+DIRECTORY_VARIABLE = "FORESTAGE_DIR"
 
-DIRECTORY_FORMAT = 1  # of the record by which it shows a job's own directory without a helper
+# Of the record by which the companion shows a job's own directory without a helper.
+DIRECTORY_RECORD_FORMAT = 1
 SERVE_TIMEOUT = (
     10.0  # seconds until a program that serves a file has it read: a task waits for them
 )
 
 # … and into a helper's, beside variables that a Prolog has as well.
-STEP_ENVIRONMENT = "FORESTAGE_ENVIRONMENT"  # the descriptor from which the step's can be read
-STEP_GROUPS, STEP_HOME = "FORESTAGE_GROUPS", "FORESTAGE_HOME"
-STEP_MANAGER, STEP_PATH = "FORESTAGE_MANAGER", "FORESTAGE_PATH"
-STEP_TIMEOUT = "FORESTAGE_TIMEOUT"  # seconds until the helper is killed
+# The descriptor from which the step's environment can be read.
+STEP_ENVIRONMENT_VARIABLE = "FORESTAGE_ENVIRONMENT"
+STEP_GROUPS_VARIABLE, STEP_HOME_VARIABLE = "FORESTAGE_GROUPS", "FORESTAGE_HOME"
+STEP_MANAGER_VARIABLE, STEP_PATH_VARIABLE = "FORESTAGE_MANAGER", "FORESTAGE_PATH"
+STEP_TIMEOUT_VARIABLE = "FORESTAGE_TIMEOUT"  # seconds until the helper is killed
 
 LineFields = tuple[str, ...]
 

@@ -9,9 +9,9 @@ import pytest
 
 from forestage.cache import step_record
 from forestage.cache.lease import EntryUse, Lease, LeaseDirectory
-from forestage.cache.step_record import RECORD_BYTES, RecordedImage
+from forestage.cache.step_record import MAX_RECORD_BYTES, RecordedImage
 from forestage.paths import NodePaths
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from forestage.system.as_user import User
 
 JOB = 7
@@ -55,7 +55,7 @@ def test_step_record_names_all_files_that_decided_and_has_mode_600(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     (first,), boot, log, *files, found = note(leases, places, image())
-    assert (first, boot[0], log) == (LANGUAGE, "boot", ["events", str(places.events)])
+    assert (first, boot[0], log) == (PROTOCOL_GREETING, "boot", ["events", str(places.events)])
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
@@ -136,11 +136,11 @@ def test_configuration_file_name_with_a_tab_leaves_no_step_record(
 def test_full_step_record_drops_its_oldest_images(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
-    long = "x" * (RECORD_BYTES // 2 - 2000)
+    long = "x" * (MAX_RECORD_BYTES // 2 - 2000)
     for name in "abc":
         lines = note(leases, places, image(asked=f"/{name}", event=long))
     assert [line[1] for line in lines if line[0] == "image"] == ["/b", "/c"]
-    assert leases.shown(JOB).stat().st_size < RECORD_BYTES
+    assert leases.shown(JOB).stat().st_size < MAX_RECORD_BYTES
 
 
 def test_damaged_step_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from forestage.slurm import hints as reader
 from forestage.slurm.hints import (
-    MAX_HINTED,
-    MAX_OPTION,
+    MAX_HINTED_PATHS,
+    MAX_OPTION_CHARS,
     MAX_PROBLEMS,
     JobHints,
     NodeIndex,
@@ -107,14 +107,14 @@ def test_raw_hint_word_of_a_feature_is_kept_unparsed_for_steps(
     assert (found.words, found.wait) == ((("stage-x", "/a,b=1"), ("stage-x", "")), 60.0)
     assert found.problems == ("stage-x: '\\udcff' is not UTF-8",)
     assert parse_hints("stage-x=1").for_steps
-    many = parse_hints("stage-x=1 " * (MAX_HINTED + 1))
-    assert (len(many.words), len(many.problems)) == (MAX_HINTED, 1)
+    many = parse_hints("stage-x=1 " * (MAX_HINTED_PATHS + 1))
+    assert (len(many.words), len(many.problems)) == (MAX_HINTED_PATHS, 1)
 
 
 def test_too_many_hinted_images_are_cut_and_reported() -> None:
-    hints = parse_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED + 1)))
-    assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED))
-    assert f"names {MAX_HINTED + 1} images" in hints.problems[0]
+    hints = parse_hints("stage=" + ",".join(f"/{n}" for n in range(MAX_HINTED_PATHS + 1)))
+    assert hints.paths == tuple(f"/{n}" for n in range(MAX_HINTED_PATHS))
+    assert f"names {MAX_HINTED_PATHS + 1} images" in hints.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_any_path_can_be_hinted_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
     expected = list(dict.fromkeys(paths))
     hints = parse_hints(f"stage={encoded}")
-    assert {one.path for one in hints.wanted} >= set(expected[:MAX_HINTED]) - {""}
+    assert {one.path for one in hints.wanted} >= set(expected[:MAX_HINTED_PATHS]) - {""}
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_node_placeholder_without_a_known_node_index_is_a_problem() -> None:
 
 
 def test_limit_of_hints_counts_images_and_data_separately() -> None:
-    value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED + 1))
+    value = ",".join(f"/{n}/,/{n}.sqsh" for n in range(MAX_HINTED_PATHS + 1))
     hints = parse_hints(f"stage={value}")
-    assert (len(hints.paths), len(hints.data)) == (MAX_HINTED, MAX_HINTED)
+    assert (len(hints.paths), len(hints.data)) == (MAX_HINTED_PATHS, MAX_HINTED_PATHS)
     for what, problem in zip(("images", "data"), hints.problems, strict=True):
-        assert f"names {MAX_HINTED + 1} {what}" in problem
+        assert f"names {MAX_HINTED_PATHS + 1} {what}" in problem
 
 
 # Words that were given as options, as the companion joins them.
@@ -263,12 +263,12 @@ def test_wrong_option_is_a_problem_and_the_other_options_hold() -> None:
 
 def test_option_text_beyond_the_maximal_length_is_refused_as_a_whole() -> None:
     # By hand somebody may hand over more than the companion does.
-    most = "stage=/" + "x" * (MAX_OPTION - 8) + "\n"
-    assert len(parse_hints("", option=most).paths[0]) == MAX_OPTION - 7
+    most = "stage=/" + "x" * (MAX_OPTION_CHARS - 8) + "\n"
+    assert len(parse_hints("", option=most).paths[0]) == MAX_OPTION_CHARS - 7
     found = parse_hints("stage=/c", option="x" + most)
     assert found.paths == ("/c",)
     (problem,) = found.problems
-    assert problem == f"option --stage: longer than {MAX_OPTION} characters"
+    assert problem == f"option --stage: longer than {MAX_OPTION_CHARS} characters"
 
 
 @given(st.text(), st.text())

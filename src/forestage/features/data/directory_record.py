@@ -20,7 +20,11 @@ from collections.abc import Iterable
 from forestage.cache.lease import LeaseDirectory
 from forestage.cache.part import boot_id
 from forestage.errors import Failed
-from forestage.slurm.step_protocol import DIRECTORY_FORMAT, LineFields, has_control_characters
+from forestage.slurm.step_protocol import (
+    DIRECTORY_RECORD_FORMAT,
+    LineFields,
+    has_control_characters,
+)
 from forestage.system import records
 
 HEAD = "directory"
@@ -34,7 +38,9 @@ def format_record(uid: int, lines: Iterable[LineFields]) -> str:
     fields = [("boot", boot_id()), ("owner", str(uid)), *lines]
     if any(has_control_characters(word) for words in fields for word in words):
         raise Failed("bad-path", "control characters in what a job's directory is shown by")
-    return "".join(f"{line}\n" for line in (f"{HEAD} {DIRECTORY_FORMAT}", *map("\t".join, fields)))
+    return "".join(
+        f"{line}\n" for line in (f"{HEAD} {DIRECTORY_RECORD_FORMAT}", *map("\t".join, fields))
+    )
 
 
 def is_write_needed(leases: LeaseDirectory, job: int, text: str) -> bool:

@@ -35,7 +35,7 @@ from forestage.hooks.hook_deadlines import HookDeadlines
 from forestage.slurm import hints
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
-from forestage.slurm.step_protocol import DIRECTORY, LineFields
+from forestage.slurm.step_protocol import DIRECTORY_VARIABLE, LineFields
 from forestage.system import as_user, lock
 from forestage.units import make_printable
 
@@ -184,8 +184,8 @@ def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     data = tuple(dict.fromkeys(request for request in listed if request.is_data))
     if len(data) < len(set(listed)):
         problems.append("it names images, which belong into stage=")
-    if len(data) > hints.MAX_HINTED:
-        problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED}")
+    if len(data) > hints.MAX_HINTED_PATHS:
+        problems.append(f"it names {len(data)}, more than {hints.MAX_HINTED_PATHS}")
     if problems:
         raise Declined("bad-hint", f"stage-list: {path}: {'; '.join(problems)}")
     return data
@@ -248,7 +248,7 @@ def _make_own_dir(
 
 
 def _own_dir_lines(node: Node, own: "JobDirMount") -> list[LineFields]:
-    return [own.line, ("env", DIRECTORY, os.fspath(node.places.job_dir))]
+    return [own.line, ("env", DIRECTORY_VARIABLE, os.fspath(node.places.job_dir))]
 
 
 def _is_variable_into_own_dir(node: Node, line: LineFields) -> bool:
@@ -281,7 +281,11 @@ def _find_own_dir(
             raise Declined("job-dir", noted.refused)
         own = job_dir.prepare_mount_for_step(node, job)
     except (ForestageError, OSError) as error:  # the step begins without it
-        return None, [("env", DIRECTORY)], [request_results.make_error_outcome(STAGE_DIR, error)]
+        return (
+            None,
+            [("env", DIRECTORY_VARIABLE)],
+            [request_results.make_error_outcome(STAGE_DIR, error)],
+        )
     return own, _own_dir_lines(node, own), []
 
 

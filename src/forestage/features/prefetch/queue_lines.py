@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import msgspec
 
 from forestage.features.prefetch.policy import PendingJob
-from forestage.slurm.hints import MAX_HINTED, parse_hints
+from forestage.slurm.hints import MAX_HINTED_PATHS, parse_hints
 from forestage.units import is_utf8
 
 MAX_BEGIN_DELAY = 3600.0  # seconds until the begin time of a job, within which it counts
@@ -136,7 +136,7 @@ def parse_admin_comment(admin_comment: str) -> tuple[str, ...]:
     word = next((one for one in admin_comment.split() if one.startswith(ADMIN_COMMENT_WORD)), "")
     parts = word.removeprefix(ADMIN_COMMENT_WORD).split(",")
     paths = (unquote(part, errors="surrogateescape") for part in parts)
-    return tuple(dict.fromkeys(path for path in paths if path.startswith("/")))[:MAX_HINTED]
+    return tuple(dict.fromkeys(path for path in paths if path.startswith("/")))[:MAX_HINTED_PATHS]
 
 
 def is_image_path(path: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from forestage.errors import Declined
 from forestage.features.doors import SUBMITTED_MUST_BE_POSSIBLE, load_doors
-from forestage.slurm.hints import OF_OPTION, REFUSED, NodeIndex, Request, parse_hints
+from forestage.slurm.hints import OF_OPTION, REFUSED_EXIT_STATUS, NodeIndex, Request, parse_hints
 
 SOME_NODE = NodeIndex(0, 1)  # {node} is not known yet, and means something on each
 
@@ -36,4 +36,4 @@ def main(words: Sequence[str]) -> int:
     found = list_refusals(words)
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.stdout.flush()
-    return REFUSED if found else 0
+    return REFUSED_EXIT_STATUS if found else 0

@@ -25,7 +25,7 @@ from forestage.clock import Clock
 from forestage.errors import NotFoundError, SlurmError
 from forestage.features.prepare.job_images import ImageResult
 from forestage.features.prepare.warm_node import WarmNodeReport
-from forestage.slurm.hints import MAX_HINTED
+from forestage.slurm.hints import MAX_HINTED_PATHS
 from forestage.slurm.slurm_client import SlurmClient
 from forestage.system.run import ProcessResult
 from forestage.system.terminal import OutputBlock, TextLine, TextTable, format_count
@@ -42,7 +42,7 @@ CANCEL_TIMEOUT = 10.0  # seconds for cancelled jobs to end
 CANCEL_EVERY = 0.5  # seconds between two scancels
 SIGNAL_POLL = 0.5  # seconds until a signal is noticed, at the most
 
-MAX_IMAGES = MAX_HINTED
+MAX_IMAGES = MAX_HINTED_PATHS
 
 
 class WarmRequest(msgspec.Struct, frozen=True):

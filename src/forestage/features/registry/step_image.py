@@ -41,7 +41,12 @@ from forestage.hooks import bare_name, leases, request_results, serve, step, use
 from forestage.hooks.request_results import RequestResult
 from forestage.slurm.hints import IMPORTED, Request
 from forestage.slurm.job import Job
-from forestage.slurm.step_protocol import RESULT, STEP_ENVIRONMENT, STEP_TIMEOUT, LineFields
+from forestage.slurm.step_protocol import (
+    RESULT_VARIABLE,
+    STEP_ENVIRONMENT_VARIABLE,
+    STEP_TIMEOUT_VARIABLE,
+    LineFields,
+)
 from forestage.system import daemon, folders, forked_child, processes, run
 from forestage.system.daemon import DaemonSpec, StartChannel, StartReport
 from forestage.system.processes import ProcessIdentity
@@ -73,7 +78,7 @@ class RegistryRequest(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, request: Request, environ: Mapping[str, str]) -> "RegistryRequest | None":
         """By what the companion says; None where it has given no environment."""
-        number = environ.get(STEP_ENVIRONMENT, "")
+        number = environ.get(STEP_ENVIRONMENT_VARIABLE, "")
         if not is_number(number):
             return None
         return cls(
@@ -81,7 +86,7 @@ class RegistryRequest(msgspec.Struct, frozen=True):
             environment=int(number),
             batch=environ.get("ENVIRONMENT") == "BATCH",
             container=environ.get(CONTAINER_OPTION, ""),
-            timeout=environ.get(STEP_TIMEOUT, ""),
+            timeout=environ.get(STEP_TIMEOUT_VARIABLE, ""),
         )
 
 
@@ -127,7 +132,7 @@ def _serve_step(
         if line and tasks.are_there:  # else the job may be over, and what is noted would stay
             user_messages.JobMessageWriter(node, job, tasks.speak)(line)
         _record_refusal(node, job, answer.outcome)
-        tasks.say("env", RESULT, request_results.choose_result_variable(answer.outcome))
+        tasks.say("env", RESULT_VARIABLE, request_results.choose_result_variable(answer.outcome))
         tasks.say(*_format_reply_fields(node, job, answer))
         report([answer.outcome])
         if tasks.are_over:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from forestage.errors import Declined
-from forestage.slurm.step_protocol import LANGUAGE, encode_line
+from forestage.slurm.step_protocol import PROTOCOL_GREETING, encode_line
 from forestage.system import daemon
 from forestage.system.daemon import TaskConnections
 from forestage.system.processes import ProcessIdentity
@@ -31,7 +31,7 @@ class WaitingTasks:
         self.manager = manager
         # One of a step of that number before a requeue gives way.
         self.guests = TaskConnections(daemon.listen_for_clients(path), self._answer, self._greet)
-        self.lines = [encode_line(LANGUAGE)]
+        self.lines = [encode_line(PROTOCOL_GREETING)]
         self.alone, self.limit = time.monotonic(), first
         self.came = False  # a task, ever
 

@@ -42,7 +42,7 @@ def own(dirs: Dirs) -> list[LineFields]:
 
 
 def expected(*lines: LineFields) -> list[str]:
-    first = f"directory {directory_record.DIRECTORY_FORMAT}"
+    first = f"directory {directory_record.DIRECTORY_RECORD_FORMAT}"
     head = [first, f"boot\t{boot_id()}", f"owner\t{ALICE.uid}"]
     return [*head, *map("\t".join, lines)]
 
@@ -86,7 +86,9 @@ def test_step_does_not_rewrite_a_directory_record_of_another_format(
     """It is the one that a companion of either release reads."""
     dirs.prolog(7, "stage-dir=32M")
     before = record(dirs)
-    monkeypatch.setattr(directory_record, "DIRECTORY_FORMAT", directory_record.DIRECTORY_FORMAT + 1)
+    monkeypatch.setattr(
+        directory_record, "DIRECTORY_RECORD_FORMAT", directory_record.DIRECTORY_RECORD_FORMAT + 1
+    )
     dirs.step(7)
     assert record(dirs) == before
 

@@ -6,7 +6,7 @@ import pytest
 
 from forestage.errors import Declined
 from forestage.features.prepare import hints
-from forestage.slurm.hints import MAX_HINTED, MAX_OPTION, OPTIONS, Request
+from forestage.slurm.hints import MAX_HINTED_PATHS, MAX_OPTION_CHARS, OPTIONS, Request
 from made_up import around_all
 
 RIGHT = [
@@ -109,10 +109,13 @@ def test_hints_command_refuses_a_target_that_a_feature_declines(
 
 
 def test_hints_command_refuses_more_paths_than_a_job_may_name() -> None:
-    paths = [f"stage=/{number}" for number in range(MAX_HINTED + 1)]
+    paths = [f"stage=/{number}" for number in range(MAX_HINTED_PATHS + 1)]
     assert hints.list_refusals(paths[:-1]) == ()
     (said,) = hints.list_refusals(paths)
-    assert said == f"--stage names {MAX_HINTED + 1} images, the first {MAX_HINTED} are read"
+    assert (
+        said
+        == f"--stage names {MAX_HINTED_PATHS + 1} images, the first {MAX_HINTED_PATHS} are read"
+    )
 
 
 def test_hints_command_accepts_stage_no_beside_paths() -> None:
@@ -121,12 +124,12 @@ def test_hints_command_accepts_stage_no_beside_paths() -> None:
 
 
 def test_hints_command_refuses_a_word_that_is_too_long_without_printing_the_word() -> None:
-    (said,) = hints.list_refusals([f"stage=/{'x' * MAX_OPTION}"])
-    assert said == f"--stage: longer than {MAX_OPTION} characters"
+    (said,) = hints.list_refusals([f"stage=/{'x' * MAX_OPTION_CHARS}"])
+    assert said == f"--stage: longer than {MAX_OPTION_CHARS} characters"
 
 
 def test_hints_command_prints_one_line_for_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hints.main(["stage=a", "stage=/a\x1b"]) == hints.REFUSED
+    assert hints.main(["stage=a", "stage=/a\x1b"]) == hints.REFUSED_EXIT_STATUS
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert hints.main(["stage=/a"]) == 0
     assert capsys.readouterr().out == ""

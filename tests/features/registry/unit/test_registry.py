@@ -23,7 +23,7 @@ from forestage.slurm import companion
 from forestage.slurm.hints import Request
 from forestage.slurm.job import Job
 from forestage.slurm.slurm_conf import SlurmConf
-from forestage.slurm.step_protocol import LANGUAGE
+from forestage.slurm.step_protocol import PROTOCOL_GREETING
 from forestage.system import forked_child, processes, run
 
 DIGEST = f"sha256:{'a' * 64}"
@@ -35,7 +35,7 @@ def task(tasks: WaitingTasks) -> socket.socket:
     made.settimeout(10)
     made.connect(os.fspath(tasks.path))
     tasks.wait(-1)
-    assert made.recv(100) == LANGUAGE.encode()
+    assert made.recv(100) == PROTOCOL_GREETING.encode()
     return made
 
 
