@@ -1,5 +1,5 @@
 """What `python3 forestage-estimate.pyz` and `python3 src/estimate` run."""
 
-from forestage_estimate.estimate_command import main
+from forestage_estimate.estimate_command import run_estimate
 
-main()
+run_estimate()

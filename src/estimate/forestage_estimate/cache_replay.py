@@ -107,7 +107,7 @@ class NodeCaches:
         return hit_bits
 
 
-def version_at_start(start: ImageStart, file: ImageFile) -> ImageVersion:
+def find_image_version(start: ImageStart, file: ImageFile) -> ImageVersion:
     """An image, and whether it is the one that is there now: older ones cannot be told apart."""
     return start.image, start.start_time >= file.modified_at
 
@@ -126,7 +126,7 @@ def replay_starts(
         file = files.get(start.image)
         if file is None:
             continue
-        version = version_at_start(start, file)
+        version = find_image_version(start, file)
         nodes_by_hits: dict[int, int] = {}  # how many nodes had it in which caches
         for node in start.nodes:
             if node not in caches:

@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run_estimate(argv: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(argv)
     sacct_command = build_sacct_command(options.since, options.until)
     if options.print_command:
