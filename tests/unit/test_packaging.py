@@ -67,7 +67,7 @@ def wheel(path: Path, **files: str) -> Path:
 
 
 def test_wheels_of_several_pythons_share_one_directory(tmp_path: Path) -> None:
-    unpack: Callable[[Path, Path], None] = WHEELS["unpack"]
+    unpack: Callable[[Path, Path], None] = WHEELS["unpack_wheel"]
     for python in ("310", "311"):
         own = f"x/fast.cpython-{python}-x86_64-linux-gnu.so"
         files = {"x/__init__.py": "same", own: python, "x-1.dist-info/WHEEL": python}
@@ -79,7 +79,7 @@ def test_wheels_of_several_pythons_share_one_directory(tmp_path: Path) -> None:
 
 def test_wheels_that_bring_different_files_of_one_name_are_refused(tmp_path: Path) -> None:
     """Else one of two Pythons would run what was made for the other."""
-    unpack: Callable[[Path, Path], None] = WHEELS["unpack"]
+    unpack: Callable[[Path, Path], None] = WHEELS["unpack_wheel"]
     unpack(wheel(tmp_path / "a.whl", **{"x/__init__.py": "one"}), tmp_path / "site")
     with pytest.raises(SystemExit, match=r"x/__init__\.py"):
         unpack(wheel(tmp_path / "b.whl", **{"x/__init__.py": "two"}), tmp_path / "site")
