@@ -99,7 +99,7 @@ static bool move_to_cgroup(const char *directory, const char *name)
 	return moved;
 }
 
-/* As leave_job() in system/forked_child.py: Slurm waits for what hangs in a step's cgroups, and drains. */
+/* As leave_job_cgroups() in system/forked_child.py: Slurm waits for what hangs in a step's cgroups, and drains. */
 static void leave_slurm_cgroups(void)
 {
 	FILE *groups =

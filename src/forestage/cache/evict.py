@@ -8,11 +8,13 @@ the space lock; they are read before it is taken, and their bytes are deleted af
 
 `plan` decides, `_evict_planned` renames away. These call them:
 
-    make_room    for a copy (stage/pipeline.py)
-    leave_room   for a container (hooks/serve.py), or a job's own directory
-                 (features/data/job_dir.py)
-    tidy         down to the low watermark: Epilog, sweep, commands/evict.py, stage/copy_queue.py
-    evict_keys   what is named: commands/evict.py, or the sweep, of what another node found wrong
+    make_room           for a copy (stage/pipeline.py)
+    evict_for_job       for a container (hooks/serve.py), or a job's own directory
+                        (features/data/job_dir.py)
+    evict_to_watermark  down to the low watermark: Epilog, sweep, commands/evict.py,
+                        stage/copy_queue.py
+    evict_keys          what is named: commands/evict.py, or the sweep, of what another node
+                        found wrong
 
 Leased or not, entries with wrong bytes go by commands/verify.py and views/through/local_image.py,
 and a damaged one makes place for its new copy in `Cache.publish`.

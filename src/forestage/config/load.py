@@ -65,7 +65,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     """All that the configuration says, and which file said it.
 
     `unread` says which of its files a user may have missed, and why; "" where all were read.
-    `removed` are the keys of REMOVED that are still there, each with the files that have it;
+    `removed` are the keys of REMOVED_KEYS that are still there, each with the files that have it;
     `unlogged` are those of them that no hook has logged since the boot.
     """
 

@@ -1,6 +1,6 @@
 """The event log, events.jsonl: a JSON line for each image of each hook run and each stager.
 
-Hooks append without a lock, one write(2) for each line. At ROTATE_AT the file becomes
+Hooks append without a lock, one write(2) for each line. At ROTATE_BYTES the file becomes
 events.jsonl.1, in place of the one before; the only lock is that of the two hooks which may see the
 full file at once. Lines that a crash cut short are skipped by every reader.
 """

@@ -199,9 +199,9 @@ def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
     """Records that Slurm called this hook, and the latest job for which it did; never errs.
 
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
-    moment may leave the lower number, until the next. A number that is lower by NEAR says that
-    slurmctld counts from the start again, or that a job waited for long: then it is the latest, and
-    behind it stands since when (commands/recent_activity.py).
+    moment may leave the lower number, until the next. A number that is lower by MAX_NUMBER_DROP
+    says that slurmctld counts from the start again, or that a job waited for long: then it is the
+    latest, and behind it stands since when (commands/recent_activity.py).
     """
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):

@@ -7,12 +7,12 @@
     5. unmount these on the node (bind/unmount.py), and what is left of them in other mount
        namespaces (bind/namespaces.py)
     6. features release the rest: `after_lease_drop`
-    7. evict down to the low watermark (cache/evict.py, `tidy`)
+    7. evict down to the low watermark (cache/evict.py, `evict_to_watermark`)
 
 Without a lease, or where its cache's disk hangs or is another one, some of them are left out: the
 sweep (commands/sweep.py) does the same later. For what a feature does in step 6 it has a sweep of
 its own (`sweep.in_each_cache`): the sweep never calls `after_lease_drop`. Only features with a mark
-of the job are imported.
+of the job are imported; without a lease, all that have a part in an Epilog.
 
 It may run again for the same job, and works on the cache that the lease names: the configuration
 may have changed since, or be broken.

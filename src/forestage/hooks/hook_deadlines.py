@@ -6,7 +6,7 @@ from forestage.clock import Clock, Deadline
 from forestage.config import Config
 from forestage.stage.copy_wait import ProgressCallback, ignore_progress
 
-SMALL_IMAGE_BYTES = 64 * 1024 * 1024  # bytes; most disks and links bring so many in within SHORTLY
+SMALL_IMAGE_BYTES = 64 * 1024 * 1024  # most disks and links bring so many in within SHORT_WAIT
 SHORT_WAIT = 1.0  # seconds that a small image is waited for: shorter than what reading twice costs
 
 

@@ -125,8 +125,8 @@ def list_data_variables(
 ) -> list[tuple[str, str]]:
     """Pure: what the step's environment says of all its data, and where it is local.
 
-    The word is the worst one: of a failure, of what was declined, then the last of BY_WORTH. Paths
-    beyond MAX_LOCAL bytes are left out.
+    The word is the worst one: of a failure, of what was declined, then the last of
+    RESULTS_BEST_FIRST. Paths beyond MAX_LOCAL_BYTES are left out.
     """
     found = []
     if outcomes:

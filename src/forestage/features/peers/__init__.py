@@ -1,30 +1,30 @@
 """Chunks of images between nodes: of one job, and of others where `peers.reach` says so.
 
-    engine        the door: which nodes help with a copy
-    with_peers    how the bytes of such a copy come
-    activation    whether this node asks others, and the sign of its service
-    ring          which node reads which chunk, and which nodes talk to each other
-    peer_table    what a copy knows of each node around it
-    schedule      which chunk each worker fetches next, and from which node
-    addresses     where the service of each node is found
-    auth          proof that a peer is root on a node of this cluster; MACs
-    auth_key      Slurm's AuthType and keys, where slurmd finds them
-    proven        which other node has shown that it has the same key
-    unanswered    which nodes did not answer a short while ago
-    connection    one HTTP connection to a peer, bounded in time
-    protocol      a session and a chunk, as the client asks for them
-    client        the nodes of a job: sessions and connections for all threads of a copy
-    node_list     the nodes that a copy may ask besides those of its job
-    slurm_nodes   the nodes of the cluster, as slurmctld and slurm.conf have them
-    known_copies  which of these may have a copy
-    origins       who read which chunks of a copy from the source
-    notices       what one of them read is wrong
-    local_chunks  the chunks that this node can give
-    sessions      what the service remembers of its clients
-    listening     at which addresses the service is found
-    server        the service itself, `forestage peer`
-    stats         what the service has uploaded
-    counts        the same, over its restarts; for metrics
+    engine              the door: which nodes help with a copy
+    peer_copy           how the bytes of such a copy come
+    activation          whether this node asks others, and the sign of its service
+    ring                which node reads which chunk, and which nodes talk to each other
+    peer_table          what a copy knows of each node around it
+    schedule            which chunk each worker fetches next, and from which node
+    addresses           where the service of each node is found
+    auth                proof that a peer is root on a node of this cluster; MACs
+    auth_key            Slurm's AuthType and keys, where slurmd finds them
+    proven_node         which other node has shown that it has the same key
+    silent_nodes        which nodes did not answer a short while ago
+    connection          one HTTP connection to a peer, bounded in time
+    protocol            a session and a chunk, as the client asks for them
+    client              the nodes of a job: sessions and connections for all threads of a copy
+    node_list           the nodes that a copy may ask besides those of its job
+    slurm_nodes         the nodes of the cluster, as slurmctld and slurm.conf have them
+    known_copies        which of these may have a copy
+    chunk_readers       who read which chunks of a copy from the source
+    wrong_data_notices  what one of them read is wrong
+    local_chunks        the chunks that this node can give
+    sessions            what the service remembers of its clients
+    listen_sockets      at which addresses the service is found
+    server              the service itself, `forestage peer`
+    upload_counts       what the service has uploaded
+    upload_totals       the same, over its restarts; for metrics
 
 A job's hooks load none of these, but its stager the engine.
 """

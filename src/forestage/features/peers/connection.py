@@ -1,7 +1,7 @@
 """HTTP connection to one peer's service, bounded in time: whatever the peer does, a call ends.
 
-http.client reads nothing but by `_Bounded.recv_into`, so that is where silence and the limit are
-noticed. All waiting is done in moments, with a look in between at whether the response is still
+http.client reads nothing but by `_BoundedSocket.recv_into`, so that is where silence and the limit
+are noticed. All waiting is done in moments, with a look in between at whether the response is still
 wanted: a copy that is complete must not wait for the peers it had asked.
 
 Why not aiohttp's client: docs/decisions/0014-chunks-over-http-known-by-munge.md.
@@ -42,8 +42,8 @@ class PeerRequestError(Exception):
 class ResponseDeadline:
     """How long one response may take; seconds.
 
-    Its first byte may take `wait` longer than STALL, which is the limit between two reads. `until`
-    (monotonic) is the limit for all of it; `late` is the reason once that is over.
+    Its first byte may take `wait` longer than SILENCE_TIMEOUT, which is the limit between two
+    reads. `until` (monotonic) is the limit for all of it; `late` is the reason once that is over.
     """
 
     def __init__(

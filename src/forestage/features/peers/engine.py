@@ -1,4 +1,4 @@
-"""The door of copies: which nodes help with one. How its bytes come then is in with_peers."""
+"""The door of copies: which nodes help with one. How its bytes come then is in peer_copy."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ written only if it comes first: no late or wrong piece may go over bytes that co
 
 A digest proves only that the bytes came as they are on the peer, which may have read wrongly once,
 or lie. So a few pieces are compared with the source before their chunk counts, and a whole chunk
-where two peers do not have the same. All nodes of a job together read no more than SHARE of the
-image for that; no more than OUTSIDE where nodes of other jobs help, since one job after the other
-reads as much: the pieces are as many, and smaller. A peer that gave wrong bytes is left out, and
-all that it gave before is read again, with all that the same node had read.
+where two peers do not have the same. All nodes of a job together read no more than COMPARED_SHARE
+of the image for that; no more than COMPARED_SHARE_OUTSIDE where nodes of other jobs help, since one
+job after the other reads as much: the pieces are as many, and smaller. A peer that gave wrong bytes
+is left out, and all that it gave before is read again, with all that the same node had read.
 """
 
 import contextlib
@@ -269,7 +269,7 @@ class PeerCopy(ChunkCopy):
                 self._take_in(ask, found, aside)
 
     def _check_wanted(self, ask: ChunkTransfer) -> None:
-        """Raises _Over, _InVain where the chunk need not be brought any more by this ask."""
+        """Raise _ChunkSuperseded or _ReadSuperfluous if this chunk need not be fetched any more."""
         if self.schedule.obsolete(ask):
             raise _ChunkSuperseded
         with self.turn:

@@ -5,7 +5,7 @@ SESSION_IDLE seconds without a request, twice as long as a credential is good fo
 is answered twice, and no credential opens a second session while there is the first.
 
 A connection is unproven until a session was opened, or a request with a right MAC came, through it.
-At most MAX_UNPROVEN of these stay, for UNPROVEN seconds each. aiohttp alone would wait without
+At most MAX_UNPROVEN of these stay, for PROOF_TIMEOUT seconds each. aiohttp alone would wait without
 limit for the rest of a request.
 
 Times are monotonic seconds. All calls come from the event loop.

@@ -27,7 +27,7 @@ from forestage.units import format_duration, format_size, is_number
 
 NICE = 10
 PAUSE = 0.02  # seconds between looks whether all have ended
-TIDY = 10.0  # seconds in which temporary files may be deleted; less than worker_pipe.GRACE
+TIDY = 10.0  # seconds in which temporary files may be deleted; less than parent_pipe.GRACE
 OWN_TIDY = 6.0  # seconds of these for enroot itself
 REMOVE = ("rm", "--one-file-system", "-rf", "--")
 ASKED = 10.0  # seconds for mksquashfs to say its release

@@ -5,7 +5,7 @@
     NAME.failed      how the last import ended that failed, for those who waited for that one
 
 A lease is dead when its process is gone, which only the same boot of the same machine can tell (and
-the same PID namespace), or when its mtime has not moved for DEAD seconds of the looker's own
+the same PID namespace), or when its mtime has not moved for DEAD_AFTER seconds of the looker's own
 monotonic clock: no two clocks are compared, and hosts of one name are no matter. Then the next
 generation is created, which succeeds for one of all lookers:
 
@@ -152,7 +152,7 @@ class ImportLease:
             return None
         path = self._path(max(numbers))
         beat = 0
-        # It went meanwhile, or is nothing of ours: then DEAD counts.
+        # It went meanwhile, or is nothing of ours: then DEAD_AFTER counts.
         with contextlib.suppress(OSError), open_own_file(path) as fd:
             beat = os.fstat(fd).st_mtime_ns
         return _NewestLease(max(numbers), find_own_record(path, ImportLeaseRecord), beat)
