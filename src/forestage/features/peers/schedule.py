@@ -100,6 +100,19 @@ class SchedulePolicy(msgspec.Struct, frozen=True):
     longest: float = 60.0  # of any ask
 
 
+def limit_fetches(policy: SchedulePolicy, peers: int, reading: int, took: float) -> int:
+    """Return how many chunks are to be on their way from peers at once. Pure.
+
+    `reading`: own chunks under way; `took`: what a fetch usually takes, in seconds, 0 before one
+    has come. Then a link may be slow, and of many that begin at once each would come late. The more
+    peers, the more nodes share the link of each. Chunks that are not read leave room on this node's
+    link: with few under way from peers some nodes' links rest while others are shared.
+    """
+    fewest = max(policy.fewest, (peers + 1) // 2) + max(0, policy.at_once - reading)
+    room = policy.busy * policy.quick / max(policy.quick, took or policy.patience)
+    return min(policy.busy, max(fewest, int(room)))
+
+
 class ChunkSchedule:
     """Which chunks are missing, asked for, in. Sets of chunks are numbers: bit 5 is chunk 5."""
 
@@ -453,13 +466,9 @@ class ChunkSchedule:
     # From peers
 
     def _most_fetches(self) -> int:
-        """How many chunks are to be on their way from peers at once.
-
-        The more peers, the more nodes share the link of each: then few chunks would not fill ours.
-        """
-        took = max(self.policy.quick, self._usual_fetch.seconds)
-        fewest = max(self.policy.fewest, (len(self._peers.neighbours) + 1) // 2)
-        return min(self.policy.busy, max(fewest, int(self.policy.busy * self.policy.quick / took)))
+        """Return how many chunks are now to be on their way from peers at once."""
+        neighbours, reading = len(self._peers.neighbours), self._peers.load[SOURCE]
+        return limit_fetches(self.policy, neighbours, reading, self._usual_fetch.seconds)
 
     def _jumps(self, now: float, among: int) -> ChunkTransfer | None:
         """A chunk that jobs want, of a peer that has it, or of the one that should have it."""

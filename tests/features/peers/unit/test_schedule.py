@@ -20,6 +20,7 @@ from forestage.features.peers.schedule import (
     ChunkTransfer,
     FailureReason,
     SchedulePolicy,
+    limit_fetches,
 )
 
 MB = 1_000_000
@@ -139,16 +140,48 @@ def fetched_once(took: float, nodes: int = 4) -> tuple[ChunkSchedule, int]:
     return one, len(asked)
 
 
-@pytest.mark.parametrize(("nodes", "few"), [(4, 3), (8, 4), (32, 8)])
-def test_schedule_fetches_few_chunks_at_once_over_a_slow_link(nodes: int, few: int) -> None:
+@pytest.mark.parametrize(
+    ("peers", "reading", "took", "most"),
+    [
+        (3, 4, 0.1, 8),  # they come quickly
+        (3, 4, 0.5, 4),
+        (3, 4, 2.0, 3),  # the link is slow
+        (3, 4, 0.0, 3),  # or may be: none has come yet
+        (7, 4, 2.0, 4),  # others share the link of each
+        (31, 4, 2.0, 8),
+        (3, 2, 2.0, 5),  # what is not read leaves room
+        (3, 0, 2.0, 7),
+        (7, 0, 2.0, 8),
+        (3, 6, 2.0, 3),  # a job waits for more than the own share
+    ],
+)
+def test_limit_of_concurrent_fetches_is_low_over_a_slow_link(
+    peers: int, reading: int, took: float, most: int
+) -> None:
     """Else each takes so long that it is given up, and what came of it is lost."""
-    one, _ = fetched_once(took=2.0, nodes=nodes)
-    assert len(all_of(one.next_fetch, 2.1)) == few
+    assert limit_fetches(SchedulePolicy(at_once=4), peers, reading, took) == most
 
 
-def test_schedule_keeps_its_number_of_concurrent_fetches_over_a_fast_link() -> None:
-    quick, at_first = fetched_once(took=0.1)
-    assert len(all_of(quick.next_fetch, 0.2)) == at_first
+def test_schedule_fetches_more_chunks_at_once_if_the_first_ones_came_quickly() -> None:
+    slow, at_first = fetched_once(took=2.0)
+    assert len(all_of(slow.next_fetch, 2.1)) == at_first
+    quick, _ = fetched_once(took=0.1)
+    assert len(all_of(quick.next_fetch, 0.2)) > at_first
+
+
+def test_schedule_fetches_more_chunks_at_once_while_it_reads_none() -> None:
+    """Else its link rests once the own share is read, while those of others are shared."""
+    one = schedule(160)
+    settle(one)
+    reads = all_of(one.next_read, 0.1)
+    of_others = sum(1 << n for n in range(160) if one.ring.reader(n) != one.me)
+    for peer in others(one):
+        one.peer_has(peer, of_others, 0.1)
+    beside_reads = len(all_of(one.next_fetch, 0.1))
+    for ask in reads:
+        one.got(ask, 0.2)
+    assert len(all_of(one.next_fetch, 0.2)) == len(reads)
+    assert beside_reads == one.policy.fewest
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 8])
@@ -340,8 +373,9 @@ def test_schedule_excludes_no_peer_if_all_peers_were_silent_at_once() -> None:
         assert one.next_fetch(now + 1.0) is None
         for peer in others(one):
             one.peer_has(peer, one.missing, now + 15.0)
-        for ask in [one.next_fetch(now + 15.0) for _ in range(6)]:
-            assert ask is not None
+        again = all_of(one.next_fetch, now + 15.0)
+        assert {ask.peer for ask in again} == set(others(one))
+        for ask in again:
             one.got(ask, now + 15.0)
     assert {ask.peer for ask in all_of(one.next_fetch, 40.0)} == set(others(one))
 
