@@ -162,7 +162,7 @@ def test_limit_of_concurrent_fetches_is_low_over_a_slow_link(
     assert limit_fetches(SchedulePolicy(at_once=4), peers, reading, took) == most
 
 
-def test_schedule_fetches_more_chunks_at_once_if_the_first_ones_came_quickly() -> None:
+def test_schedule_fetches_more_chunks_at_once_after_quick_transfers() -> None:
     slow, at_first = fetched_once(took=2.0)
     assert len(all_of(slow.next_fetch, 2.1)) == at_first
     quick, _ = fetched_once(took=0.1)
