@@ -7,7 +7,7 @@ import os
 import sys
 
 
-class Bench(argparse.ArgumentParser):
+class BenchOptions(argparse.ArgumentParser):
     """The options of bench/`name`; `text` is what it measures, `takes` how long that is."""
 
     def __init__(self, name: str, text: str | None, takes: str) -> None:
@@ -27,7 +27,7 @@ class Bench(argparse.ArgumentParser):
         return options
 
 
-class Load:
+class MachineLoad:
     """Of the machine, from when this was made on: a figure says little without it."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from forestage.features.peers import known_copies
 from forestage.features.peers.known_copies import KnownCopiesReply, RequesterTable
 
 
-class Case(NamedTuple):
+class CopiesCase(NamedTuple):
     """`dead`: share of the nodes that answer nobody and run no jobs. `restarts`: of the services,
     for each job, which then remember nothing. `kept` images fit on a node. `spacing`: seconds
     between two jobs. `liars` announce themselves for every key, again and again, and have none."""
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     remembers: bool = True
 
 
-class Found(NamedTuple):
+class CopiesResult(NamedTuple):
     """Of copies whose image some node had: `oracle` counts them, `gain` is the share that found
     one. `questions` and `tries` are per copy."""
 
@@ -46,21 +46,21 @@ class Found(NamedTuple):
     tries: float
 
 
-class Node:
+class SimulatedNode:
     def __init__(self) -> None:
         self.askers = RequesterTable()
         self.images: OrderedDict[str, None] = OrderedDict()
         self.dead = False
 
 
-class World:
+class CopiesSimulation:
     """All nodes, and who really has what."""
 
-    def __init__(self, case: Case, seed: int = 1) -> None:
+    def __init__(self, case: CopiesCase, seed: int = 1) -> None:
         self.case = case
         self.chance = random.Random(seed)
         self.names = [f"n{number}" for number in range(case.nodes)]
-        self.nodes = {name: Node() for name in self.names}
+        self.nodes = {name: SimulatedNode() for name in self.names}
         for name in self.chance.sample(self.names, round(case.dead * case.nodes)):
             self.nodes[name].dead = True
         self.alive = [name for name in self.names if not self.nodes[name].dead]
@@ -72,7 +72,7 @@ class World:
         self.holders: Counter[str] = Counter()
         self.count: Counter[str] = Counter()
 
-    def run(self) -> Found:
+    def run(self) -> CopiesResult:
         case = self.case
         weights = [1 / rank for rank in range(1, case.images + 1)]
         for number in range(case.jobs):
@@ -89,7 +89,7 @@ class World:
             for name in job:
                 self._use(name, key)
         counts = self.count
-        return Found(
+        return CopiesResult(
             counts["copies"],
             counts["oracle"],
             counts["found"] / max(1, counts["oracle"]),

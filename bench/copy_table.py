@@ -49,7 +49,7 @@ MAKE = {"ext4": "mkfs.ext4 -q -m 0 -E nodiscard", "xfs": "mkfs.xfs -q -K"}
 FIO = "fio --name=limit --bs=16M --direct=1 --ioengine=libaio --iodepth=4 --output-format=json"
 
 
-class Run(NamedTuple):
+class ProcessCost(NamedTuple):
     """One process: seconds, CPU seconds, those of them outside the kernel, peak memory in bytes."""
 
     wall: float
@@ -58,17 +58,19 @@ class Run(NamedTuple):
     memory: int
 
 
-Found: TypeAlias = dict[tuple[str, str], list[Run]]  # of each state and name, round by round
+Found: TypeAlias = dict[
+    tuple[str, str], list[ProcessCost]
+]  # of each state and name, round by round
 
 
-class Place(NamedTuple):
+class FileSystemPair(NamedTuple):
     """A mounted pair of file systems."""
 
     source: Path
     target: Path
 
 
-def rivals(place: Place) -> dict[str, Callable[[], None]]:
+def list_rivals(place: FileSystemPair) -> dict[str, Callable[[], None]]:
     """What a forked child does: a copy as a stager does it, which is forked from its hook too."""
     source, target = str(place.source / "image"), str(place.target / "image")
 
@@ -88,7 +90,7 @@ def rivals(place: Place) -> dict[str, Callable[[], None]]:
     }
 
 
-def timed(work: Callable[[], None]) -> Run:
+def measure_process(work: Callable[[], None]) -> ProcessCost:
     start = time.perf_counter()
     pid = os.fork()
     if pid == 0:
@@ -103,10 +105,10 @@ def timed(work: Callable[[], None]) -> Run:
         raise SystemExit("bench/copy: a copy failed")
     wall = time.perf_counter() - start
     cpu = usage.ru_utime + usage.ru_stime
-    return Run(wall, cpu, usage.ru_utime, usage.ru_maxrss * 1024)
+    return ProcessCost(wall, cpu, usage.ru_utime, usage.ru_maxrss * 1024)
 
 
-def prepare(place: Place, warm: bool) -> None:
+def prepare_round(place: FileSystemPair, warm: bool) -> None:
     """Empties the target and brings the source's cache into the wanted state."""
     (place.target / "image").unlink(missing_ok=True)
     shutil.rmtree(place.target / "part", ignore_errors=True)
@@ -124,7 +126,7 @@ def prepare(place: Place, warm: bool) -> None:
     mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
-def limit(place: Place, size: int, warm: bool) -> Run:
+def measure_fio(place: FileSystemPair, size: int, warm: bool) -> ProcessCost:
     """fio's time for the same bytes on the same devices."""
     write = f"--rw=write --filename={place.target / 'image'} --size={size} --end_fsync=1"
     read = f"--name=read --rw=read --filename={place.source / 'image'} --size={size}"
@@ -133,13 +135,13 @@ def limit(place: Place, size: int, warm: bool) -> Run:
     done = subprocess.run(argv, capture_output=True, text=True, check=True, env=env)
     jobs = json.loads(done.stdout)["jobs"]
     slowest = max(max(job["read"]["runtime"], job["write"]["runtime"]) for job in jobs)
-    return Run(slowest / 1000, 0.0, 0.0, 0)
+    return ProcessCost(slowest / 1000, 0.0, 0.0, 0)
 
 
 @contextlib.contextmanager
-def mounted(kind: str, size: int, folder: Path) -> Iterator[Place]:
+def mount_pair(kind: str, size: int, folder: Path) -> Iterator[FileSystemPair]:
     loops = []
-    place = Place(folder / f"{kind}-source", folder / f"{kind}-target")
+    place = FileSystemPair(folder / f"{kind}-source", folder / f"{kind}-target")
     try:
         for point in place:
             file = point.with_suffix(".img")
@@ -158,24 +160,27 @@ def mounted(kind: str, size: int, folder: Path) -> Iterator[Place]:
             subprocess.run(["losetup", "--detach", loop.strip()], check=False)
 
 
-def fill(place: Place, size: int) -> None:
+def write_random_file(place: FileSystemPair, size: int) -> None:
     """Bytes that no disk and no program can make smaller."""
     cipher = "openssl enc -aes-128-ctr -K 00 -iv 00 -in /dev/zero 2>/dev/null"
     command = f"{cipher} | head -c {size} > {place.source / 'image'}"
     subprocess.run(["sh", "-c", command], check=True)
 
 
-def measure(kind: str, size: int, rounds: int, folder: Path) -> Found:
+def measure_rounds(kind: str, size: int, rounds: int, folder: Path) -> Found:
     found: Found = {}
-    with mounted(kind, size, folder) as place:
-        fill(place, size)
+    with mount_pair(kind, size, folder) as place:
+        write_random_file(place, size)
         for number in range(rounds):
             for warm in (True, False):
                 state = f"{kind} {'warm' if warm else 'cold'}"
-                runs = {name: partial(timed, work) for name, work in rivals(place).items()}
-                runs = {LIMIT: partial(limit, place, size, warm), **runs}
+                runs = {
+                    name: partial(measure_process, work)
+                    for name, work in list_rivals(place).items()
+                }
+                runs = {LIMIT: partial(measure_fio, place, size, warm), **runs}
                 for name in runs if number % 2 == 0 else reversed(runs):
-                    prepare(place, warm)
+                    prepare_round(place, warm)
                     found.setdefault((state, name), []).append(runs[name]())
                     if sys.stderr.isatty():
                         done = f"\r{state} {number + 1}/{rounds} {name:24}"
@@ -183,26 +188,26 @@ def measure(kind: str, size: int, rounds: int, folder: Path) -> Found:
     return found
 
 
-def median(runs: list[Run]) -> Run:
-    return Run(*(statistics.median(values) for values in zip(*runs, strict=True)))
+def find_median(runs: list[ProcessCost]) -> ProcessCost:
+    return ProcessCost(*(statistics.median(values) for values in zip(*runs, strict=True)))
 
 
 def main() -> None:
-    options = busy.Bench("copy", __doc__, "5 minutes; 4GiB an hour")
+    options = busy.BenchOptions("copy", __doc__, "5 minutes; 4GiB an hour")
     options.add_argument("size", nargs="?", type=parse_size, default="512MiB", help="of the file")
     options.add_argument("rounds", nargs="?", type=int, default=5)
-    given, load = options.begin(), busy.Load()
+    given, load = options.begin(), busy.MachineLoad()
     size, rounds = given.size, given.rounds
     found: Found = {}
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
         for kind in ("ext4", "xfs"):
-            found |= measure(kind, size, rounds, Path(folder))
-    report(found, size, rounds, load)
+            found |= measure_rounds(kind, size, rounds, Path(folder))
+    print_table(found, size, rounds, load)
 
 
-def report(found: Found, size: int, rounds: int, load: busy.Load) -> None:
+def print_table(found: Found, size: int, rounds: int, load: busy.MachineLoad) -> None:
     """Prints the table."""
-    middle = {key: median(runs) for key, runs in found.items()}
+    middle = {key: find_median(runs) for key, runs in found.items()}
     states = list(dict.fromkeys(state for state, _ in middle))
     names = list(dict.fromkeys(name for _, name in middle))
     print(f"\r\n{format_size(size)}, median of {rounds}; GiB/s until durable")
@@ -220,14 +225,14 @@ def report(found: Found, size: int, rounds: int, load: busy.Load) -> None:
     print("\nratios of forestage chunks: median of the rounds (lowest to highest)")
     print(f"{'':12}" + "".join(f"{state:>22}" for state in states))
     for word, rival in RATIOS.items():
-        each = (ratios(found, state, rival) for state in states)
+        each = (list_ratios(found, state, rival) for state in states)
         cells = (f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in each)
         print(f"{word:12}" + "".join(f"{cell:>22}" for cell in cells))
 
     def worst(word: str, state: str = "") -> str:
         """The lowest median of these states."""
         among = [one for one in states if one.endswith(state)]
-        medians = [statistics.median(ratios(found, one, RATIOS[word])) for one in among]
+        medians = [statistics.median(list_ratios(found, one, RATIOS[word])) for one in among]
         return f"{word}{'_cold' if state == 'cold' else ''}={min(medians):.2f}"
 
     print(
@@ -240,7 +245,7 @@ def report(found: Found, size: int, rounds: int, load: busy.Load) -> None:
     print(load.last(f"{warm} {cold} cpu={cpu:.2f}"))
 
 
-def ratios(found: Found, state: str, rival: str) -> list[float]:
+def list_ratios(found: Found, state: str, rival: str) -> list[float]:
     """How many times as long the rival took, in each round."""
     pairs = zip(found[state, rival], found[state, OURS], strict=True)
     return [theirs.wall / ours.wall for theirs, ours in pairs]

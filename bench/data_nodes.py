@@ -22,15 +22,15 @@ MBIT = 400.0  # of the file server's link, and of each node's
 TREE = "/shared/alice/tree"
 
 
-def table(nodes: int, tree: Path) -> Generator[str, None, float]:
+def format_table(nodes: int, tree: Path) -> Generator[str, None, float]:
     """Yields lines; returns bytes on the file server's link for each byte of the tree."""
     with Cluster.up(networked(nodes, Net(node_mbit=MBIT, store_mbit=MBIT))) as cluster:
         fleet = Fleet(cluster, CHUNK)
         fleet.configure(redirect="spank")
         fleet.serve(cluster.nodes)
-        size = _put(tree, fleet.source(TREE))
+        size = _copy_tree(tree, fleet.source(TREE))
         sent, read, start = fleet.sent_by_store(), fleet.read_of_store(), time.perf_counter()
-        _bring(fleet)
+        _stage_on_all(fleet)
         seconds = time.perf_counter() - start
         sent, read = fleet.sent_by_store() - sent, fleet.read_of_store() - read
     yield "| nodes | files | MiB | s | at the link's rate, directly | sent x | read x |"
@@ -44,14 +44,14 @@ def table(nodes: int, tree: Path) -> Generator[str, None, float]:
     return sent / size
 
 
-def _put(tree: Path, there: Path) -> int:
+def _copy_tree(tree: Path, there: Path) -> int:
     shutil.copytree(tree, there)
     for path in (there, *there.rglob("*")):
         os.chown(path, ALICE.uid, ALICE.uid)
     return sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
 
 
-def _bring(fleet: Fleet) -> None:
+def _stage_on_all(fleet: Fleet) -> None:
     nodes = fleet.cluster.nodes
     argv = ["/usr/lib/forestage/bin/python3", "-B", str(REPO / "bench/data_once.py"), TREE]
     started = {

@@ -20,7 +20,7 @@ from forestage.slurm.job import Job
 LONGEST = 400.0  # seconds
 
 
-class Later(Clock):
+class LaterClock(Clock):
     """An hour later: of what has just changed, a copy waits until it is settled."""
 
     def wall(self) -> float:
@@ -30,7 +30,7 @@ class Later(Clock):
 def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
     places = NodePaths()
     config = load_config(places.etc).for_partition("all")
-    node = Node.of(config, places, Later())
+    node = Node.of(config, places, LaterClock())
     environ = {
         "SLURM_CONF": "/etc/slurm/slurm.conf",
         "SLURM_JOB_ID": "1",

@@ -36,7 +36,7 @@ LONG_AGO = 1_700_000_000  # what has just changed is looked at twice
 SOURCE = Path(__file__).with_name("data_source.c")
 
 
-def fill(top: Path, files: int, large: int) -> dict[str, int]:
+def make_trees(top: Path, files: int, large: int) -> dict[str, int]:
     """Makes the trees `small` and, of files of `large` MiB, `large`; the bytes of each."""
     noise, chance, bytes_of = os.urandom(LARGEST + 64 * KIB), random.Random(1), {}
     sizes = [int(SMALLEST * (LARGEST / SMALLEST) ** chance.random()) for _ in range(files)]
@@ -59,7 +59,7 @@ def fill(top: Path, files: int, large: int) -> dict[str, int]:
     return bytes_of
 
 
-class Place:
+class DataBenchNode:
     """A node below `top`, its disk, and the file server's `files` as the node sees them."""
 
     def __init__(self, top: Path, files: Path, latency_ms: float, rate: float, disk: int) -> None:
@@ -108,7 +108,7 @@ class Place:
             if one.is_on(here):
                 loop.detach_device(one)
         points = (self.node.shared, self.node.nvme)
-        wait_until(lambda: all(map(_unmounted, points)), 60, lambda: f"{points} are in use")
+        wait_until(lambda: all(map(_wait_for_unmount, points)), 60, lambda: f"{points} are in use")
         assert self.server.wait(60) == 0
         self.server = None
         subprocess.run(["losetup", "--detach", self.device], check=True)
@@ -160,7 +160,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def made(place: Place) -> Iterator[Place]:
+def make_node(place: DataBenchNode) -> Iterator[DataBenchNode]:
     place.node.configure(redirect="spank", chunk_size=None, min_free=0)
     place.forget()
     try:
@@ -169,13 +169,13 @@ def made(place: Place) -> Iterator[Place]:
         place.let_go()
 
 
-def reap() -> None:
+def wait_for_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _unmounted(point: Path) -> bool:
+def _wait_for_unmount(point: Path) -> bool:
     """The process that brings a tree says that it is ready before it ends."""
     with contextlib.suppress(OSError):
         if os.path.ismount(point):

@@ -2,9 +2,10 @@
 
 The source is a FUSE file system with a latency and a rate (bench/data_source.c), the disk ext4 on
 a loop device in memory. All rivals run as the user, from the same source to the same disk, and
-count until the disk has it; `ours` is from the Prolog's call to the moment when the entry is ready.
-Before each run both file systems are mounted anew, so that no page cache has anything. In each
-round everything runs once, each round beginning with another; a ratio is the median of the rounds'.
+count until the disk has it; `measure_forestage` is from the Prolog's call to the moment when the
+entry is ready. Before each run both file systems are mounted anew, so that no page cache has
+anything. In each round everything runs once, each round beginning with another; a ratio is the
+median of the rounds'.
 """
 
 from __future__ import annotations
@@ -27,9 +28,18 @@ sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 
 import busy  # noqa: E402
 import data_nodes  # noqa: E402
-from data_place import KIB, LARGE, LARGEST, SMALLEST, Place, fill, made, reap  # noqa: E402
-from memory import MEMORY, printed  # noqa: E402
-from rounds import rotate  # noqa: E402
+from data_place import (  # noqa: E402
+    KIB,
+    LARGE,
+    LARGEST,
+    SMALLEST,
+    DataBenchNode,
+    make_node,
+    make_trees,
+    wait_for_children,
+)
+from memory import MEMORY, print_in_memory  # noqa: E402
+from rounds import rotate_names  # noqa: E402
 
 from forestage.system import mounts  # noqa: E402
 from node import ALICE  # noqa: E402
@@ -50,7 +60,7 @@ RIVALS = {
 Times = dict[str, list[float]]  # seconds, one for each round
 
 
-def rival(place: Place, name: str, tree: str) -> float:
+def measure_rival(place: DataBenchNode, name: str, tree: str) -> float:
     """Seconds of one of `RIVALS`, run by the user."""
     place.empty()
     place.forget()
@@ -62,7 +72,7 @@ def rival(place: Place, name: str, tree: str) -> float:
     return time.perf_counter() - start
 
 
-def ours(place: Place, tree: str, found: Times) -> None:
+def measure_forestage(place: DataBenchNode, tree: str, found: Times) -> None:
     """Times of the copy, of a job that finds it there, and of a step's look."""
     place.empty()
     for job, name in ((1, OURS), (2, HIT)):
@@ -77,7 +87,7 @@ def ours(place: Place, tree: str, found: Times) -> None:
     found.setdefault(SHOWN, []).append(time.perf_counter() - start)
 
 
-def epoch(top: Path) -> float:
+def read_epoch(top: Path) -> float:
     """Seconds in which all files below are read, each whole, in an order of chance."""
     listed = sorted(path.relative_to(top) for path in top.rglob("*") if path.is_file())
     random.Random(len(listed)).shuffle(listed)
@@ -98,13 +108,13 @@ def epoch(top: Path) -> float:
     return time.perf_counter() - start
 
 
-def epochs(place: Place, found: Times) -> None:
+def measure_epochs(place: DataBenchNode, found: Times) -> None:
     """From the shared path, the mounted copy, and a plain copy, which is made of that."""
     image = place.top / "image"
     image.mkdir(exist_ok=True)
 
     def measured(name: str, top: Path) -> None:
-        found.setdefault(name, []).append(epoch(top))
+        found.setdefault(name, []).append(read_epoch(top))
 
     place.forget()
     names = place.node.shared / "small"
@@ -122,7 +132,7 @@ def epochs(place: Place, found: Times) -> None:
     measured("local directory", place.local)
 
 
-def jobs(place: Place, count: int) -> Iterator[str]:
+def measure_more_jobs(place: DataBenchNode, count: int) -> Iterator[str]:
     """How long the Prolog and the data of one job more take, as leases pile up."""
     place.empty()
     place.forget()
@@ -133,7 +143,7 @@ def jobs(place: Place, count: int) -> Iterator[str]:
         begun.append(time.perf_counter() - start)
         place.await_ready(job, "few")
         ready.append(time.perf_counter() - start)
-        reap()
+        wait_for_children()
     yield "| job | Prolog ms | ready s |"
     yield "|--:" * 3 + "|"
     for job in sorted({1, 2, min(10, count), count}):
@@ -142,7 +152,7 @@ def jobs(place: Place, count: int) -> Iterator[str]:
         times = [1000 * statistics.median(begun[near]), statistics.median(ready[near])]
         yield f"| {job} | {times[0]:.1f} | {times[1]:.2f} |"
     start = time.perf_counter()
-    took = _at_once(place, range(count + 1, count + 1 + min(AT_ONCE, count)))
+    took = _measure_parallel_prologs(place, range(count + 1, count + 1 + min(AT_ONCE, count)))
     for job in range(count + 1, count + 1 + min(AT_ONCE, count)):
         place.await_ready(job, "few")
     seconds = time.perf_counter() - start
@@ -150,10 +160,10 @@ def jobs(place: Place, count: int) -> Iterator[str]:
         f"\n{len(took)} more at once: Prologs {1000 * statistics.median(took):.0f} ms, the longest"
         f" {1000 * max(took):.0f} ms; all ready after {seconds:.1f} s"
     )
-    reap()
+    wait_for_children()
 
 
-def _at_once(place: Place, numbers: range) -> list[float]:
+def _measure_parallel_prologs(place: DataBenchNode, numbers: range) -> list[float]:
     """Seconds of each job's Prolog, all begun at once."""
     lines = []
     for job in numbers:
@@ -178,77 +188,82 @@ def _at_once(place: Place, numbers: range) -> list[float]:
     return took
 
 
-def progress(text: str) -> None:
+def print_progress(text: str) -> None:
     """One line for who waits; the tables are on stdout."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def measure(title: str, rounds: int, works: Mapping[str, Callable[[], None]]) -> None:
+def measure_rounds(title: str, rounds: int, works: Mapping[str, Callable[[], None]]) -> None:
     names = list(works)
     for number in range(rounds):
-        for name in rotate(names, number):
-            progress(f"{title}, round {number + 1} of {rounds}: {name}")
+        for name in rotate_names(names, number):
+            print_progress(f"{title}, round {number + 1} of {rounds}: {name}")
             works[name]()
-            reap()
+            wait_for_children()
 
 
-def copies(place: Place, tree: str, title: str, rounds: int) -> Times:
+def measure_copies(place: DataBenchNode, tree: str, title: str, rounds: int) -> Times:
     found: Times = {}
 
     def by(name: str) -> Callable[[], None]:
-        return lambda: found.setdefault(name, []).append(rival(place, name, tree))
+        return lambda: found.setdefault(name, []).append(measure_rival(place, name, tree))
 
     works = {name: by(name) for name in RIVALS}
-    measure(title, rounds, {**works, OURS: lambda: ours(place, tree, found)})
+    measure_rounds(title, rounds, {**works, OURS: lambda: measure_forestage(place, tree, found)})
     return found
 
 
-def ratio(found: Mapping[str, list[float]], name: str, to: str) -> float:
+def find_median_ratio(found: Mapping[str, list[float]], name: str, to: str) -> float:
     return statistics.median(a / b for a, b in zip(found[name], found[to], strict=True))
 
 
-def table(title: str, found: Mapping[str, list[float]], to: str) -> Iterator[str]:
+def format_table(title: str, found: Mapping[str, list[float]], to: str) -> Iterator[str]:
     yield f"| {title} | s | from | to | : {to} |"
     yield "|:--" + "|--:" * 4 + "|"
     for name, times in found.items():
-        figures = [statistics.median(times), min(times), max(times), ratio(found, name, to)]
+        figures = [
+            statistics.median(times),
+            min(times),
+            max(times),
+            find_median_ratio(found, name, to),
+        ]
         yield f"| {name} | {' | '.join(f'{one:.2f}' for one in figures)} |"
     yield ""
 
 
-def run(options: argparse.Namespace, top: Path) -> Iterator[str]:
-    start, load = time.monotonic(), busy.Load()
+def run_bench(options: argparse.Namespace, top: Path) -> Iterator[str]:
+    start, load = time.monotonic(), busy.MachineLoad()
     files = top / "files"
-    bytes_of = fill(files, options.files, options.large)
-    _link_few(files, options.files // 4)
+    bytes_of = make_trees(files, options.files, options.large)
+    _make_small_tree(files, options.files // 4)
     # Twice what is there at most, and data may have 60 % of it.
     disk = 4 * sum(bytes_of.values()) + GIB
-    with made(Place(top, files, options.latency, options.mbyte * 1e6, disk)) as place:
-        yield from _told(options, bytes_of)
-        small = copies(place, "small", SMALL_FILES, options.rounds)
-        yield from table(SMALL_FILES, small, OURS)
+    with make_node(DataBenchNode(top, files, options.latency, options.mbyte * 1e6, disk)) as place:
+        yield from _format_results(options, bytes_of)
+        small = measure_copies(place, "small", SMALL_FILES, options.rounds)
+        yield from format_table(SMALL_FILES, small, OURS)
         if options.large:
-            large = copies(place, "large", LARGE_FILES, options.rounds)
-            yield from table(LARGE_FILES, large, OURS)
-        _, read = ours(place, "small", {}), {}
+            large = measure_copies(place, "large", LARGE_FILES, options.rounds)
+            yield from format_table(LARGE_FILES, large, OURS)
+        _, read = measure_forestage(place, "small", {}), {}
         title = f"epoch, {READERS} readers"
-        measure(title, options.rounds, {"each way": lambda: epochs(place, read)})
-        yield from table(title, read, "EROFS")
+        measure_rounds(title, options.rounds, {"each way": lambda: measure_epochs(place, read)})
+        yield from format_table(title, read, "EROFS")
         if options.jobs:
-            progress(f"{options.jobs} jobs in a row, {min(AT_ONCE, options.jobs)} at once")
-            yield from (*jobs(place, options.jobs), "")
-    progress(f"{options.nodes} nodes with peers")
-    source_bytes = yield from data_nodes.table(options.nodes, files / "few")
+            print_progress(f"{options.jobs} jobs in a row, {min(AT_ONCE, options.jobs)} at once")
+            yield from (*measure_more_jobs(place, options.jobs), "")
+    print_progress(f"{options.nodes} nodes with peers")
+    source_bytes = yield from data_nodes.format_table(options.nodes, files / "few")
     yield f"\n{time.monotonic() - start:.0f} s\n"
     yield load.last(
-        f"dir_vs_rsync={ratio(small, 'rsync -a', OURS):.2f}"
-        f" tree_vs_tar={ratio(small, 'tar, untar', OURS):.2f}"
+        f"dir_vs_rsync={find_median_ratio(small, 'rsync -a', OURS):.2f}"
+        f" tree_vs_tar={find_median_ratio(small, 'tar, untar', OURS):.2f}"
         f" n{options.nodes}_src_bytes={source_bytes:.3f}"
-        f" epoch_vs_shared={ratio(read, 'shared path', 'EROFS'):.2f}"
+        f" epoch_vs_shared={find_median_ratio(read, 'shared path', 'EROFS'):.2f}"
     )
 
 
-def _told(options: argparse.Namespace, bytes_of: Mapping[str, int]) -> Iterator[str]:
+def _format_results(options: argparse.Namespace, bytes_of: Mapping[str, int]) -> Iterator[str]:
     yield (
         f"{options.files} files of {SMALLEST // KIB} to {LARGEST // KIB} KiB,"
         f" {bytes_of['small'] / GIB:.2f} GiB; {LARGE if options.large else 0} files of"
@@ -260,7 +275,7 @@ def _told(options: argparse.Namespace, bytes_of: Mapping[str, int]) -> Iterator[
     )
 
 
-def _link_few(files: Path, count: int) -> None:
+def _make_small_tree(files: Path, count: int) -> None:
     """The tree `few`: some of the small files once more."""
     for file in sorted((files / "small").rglob("*.bin"))[:count]:
         other = files / "few" / file.relative_to(files / "small")
@@ -271,11 +286,11 @@ def _link_few(files: Path, count: int) -> None:
 
 
 def main() -> int:
-    return printed(run(_options(), MEMORY))
+    return print_in_memory(run_bench(_read_options(), MEMORY))
 
 
-def _options() -> argparse.Namespace:
-    parser = busy.Bench("data", __doc__, "9 minutes; --files 20000: 13")
+def _read_options() -> argparse.Namespace:
+    parser = busy.BenchOptions("data", __doc__, "9 minutes; --files 20000: 13")
     parser.add_argument("--files", type=int, default=12_000, help="small ones")
     parser.add_argument("--large", type=int, default=16, help="MiB of each large file; 0: none")
     parser.add_argument("--rounds", type=int, default=3)

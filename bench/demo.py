@@ -31,7 +31,7 @@ from fleet import Fleet, networked  # noqa: E402
 from host import exit_on_sigterm, wait_until  # noqa: E402
 from jobs import CACHE  # noqa: E402
 from spec import Net  # noqa: E402
-from start_image import MIB, PROGRAM, Startable  # noqa: E402
+from start_image import MIB, PROGRAM, StartImage  # noqa: E402
 
 NODES, LINK = 4, 300.0  # Mbit/s, of the file server and of each node
 IMAGES = ("pytorch", "jax", "nemo", "vllm")
@@ -52,7 +52,7 @@ nothing of it from there: what is left are names and attributes.
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """A job's start: seconds to the first line, bytes from the file server, containers right."""
 
     seconds: float
@@ -70,18 +70,20 @@ def main() -> int:
             work = Path(stack.enter_context(TemporaryDirectory()))
             fleet = Fleet(stack.enter_context(Cluster.up(cluster_spec())))
             stack.callback(clean_up_undisturbed)
-            images = prepare(fleet, work)
-            say(f"{NODES} nodes, {len(IMAGES)} images: {time.monotonic() - start:.0f} s to set up")
-            three_jobs(fleet, images)
-            eviction(fleet)
-            say(ABOUT)
+            images = prepare_images(fleet, work)
+            print_text(
+                f"{NODES} nodes, {len(IMAGES)} images: {time.monotonic() - start:.0f} s to set up"
+            )
+            run_three_jobs(fleet, images)
+            show_eviction(fleet)
+            print_text(ABOUT)
     except ClusterError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ndemo: interrupted; the cluster is gone", file=sys.stderr)
         return 130
-    say(f"Cleaned up. {time.monotonic() - start:.0f} s in all.")
+    print_text(f"Cleaned up. {time.monotonic() - start:.0f} s in all.")
     return 0
 
 
@@ -96,37 +98,42 @@ def cluster_spec() -> ClusterSpec:
     return replace(made, nvme_mib=DISK_MIB, companion="", plugstack=(PYXIS,), **hooks)
 
 
-def prepare(fleet: Fleet, work: Path) -> dict[str, Startable]:
+def prepare_images(fleet: Fleet, work: Path) -> dict[str, StartImage]:
     cluster = fleet.cluster
     made = {}
     for name in IMAGES:
-        made[name] = start_image.make(cluster.host_path(path(name)), IMAGE_MIB, SHARE, work)
+        made[name] = start_image.make_image(
+            cluster.host_path(image_path(name)), IMAGE_MIB, SHARE, work
+        )
     for node in cluster.nodes:
         fleet.root(["mkdir", "-m", "1777", UNPACKED], node)
     cluster.write("/etc/forestage/forestage.yaml", "sources: [/shared]\n")
     fleet.serve(cluster.nodes)
     # By what an earlier job has noted a Prolog may end at once; and all programs are read once.
-    cluster.run(srun(f"-N{NODES}", OFF, "true"))
-    settle(fleet)
+    cluster.run(build_srun_command(f"-N{NODES}", OFF, "true"))
+    wait_until_settled(fleet)
     return made
 
 
-def path(name: str) -> str:
+def image_path(name: str) -> str:
     return f"/shared/alice/{name}.sqsh"
 
 
-def srun(*words: str) -> list[str]:
+def build_srun_command(*words: str) -> list[str]:
     return ["srun", "--ntasks-per-node=1", *words]
 
 
-def settle(fleet: Fleet) -> None:
+def wait_until_settled(fleet: Fleet) -> None:
     """Waits for Epilogs and copies, and has nothing of images in the page cache."""
     fleet.cluster.wait_idle()
     fleet.await_stagers()
     for node in fleet.cluster.nodes:
         fleet.root(["sh", "-c", f"rm -rf {UNPACKED}/*; sync -f /mnt/nvme"], node)
         entries = fleet.cluster.host_path(CACHE, node).glob("entries/*/image")
-        for file in (*entries, *(fleet.cluster.host_path(path(name), node) for name in IMAGES)):
+        for file in (
+            *entries,
+            *(fleet.cluster.host_path(image_path(name), node) for name in IMAGES),
+        ):
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -134,78 +141,90 @@ def settle(fleet: Fleet) -> None:
 # Three jobs on four nodes
 
 
-def three_jobs(fleet: Fleet, images: dict[str, Startable]) -> None:
+def run_three_jobs(fleet: Fleet, images: dict[str, StartImage]) -> None:
     name = IMAGES[0]
     size = images[name].size / MIB
-    say(f"\nsrun -N{NODES} --container-image={path(name)} …, an image of {size:.0f} MiB\n")
+    print_text(
+        f"\nsrun -N{NODES} --container-image={image_path(name)} …, an image of {size:.0f} MiB\n"
+    )
     found = {}
     for column, comment in COLUMNS.items():
-        found[column] = start(fleet, path(name), images[name].answer, comment)
+        found[column] = start_job(fleet, image_path(name), images[name].answer, comment)
     row = "  {:34}" + "{:>12}" * len(found)
-    say(row.format("", *found))
+    print_text(row.format("", *found))
     sent = [f"{one.sent / MIB:.0f} MiB" for one in found.values()]
-    say(row.format("read from the file server", *sent))
-    say(row.format("seconds to the first line", *(f"{one.seconds:.1f}" for one in found.values())))
+    print_text(row.format("read from the file server", *sent))
+    print_text(
+        row.format("seconds to the first line", *(f"{one.seconds:.1f}" for one in found.values()))
+    )
     right = [f"{one.right} of {NODES}" for one in found.values()]
-    say(row.format("containers with the right bytes", *right))
-    say("")
+    print_text(row.format("containers with the right bytes", *right))
+    print_text("")
     for column, one in found.items():
         for line in one.said:
-            say(f"  {column}: the user reads: {line}")
+            print_text(f"  {column}: the user reads: {line}")
     took = " -> ".join(f"{one.seconds:.1f} s" for one in found.values())
-    say(f"\n{NODES} nodes: {took}; file server: {' -> '.join(sent)}\n")
+    print_text(f"\n{NODES} nodes: {took}; file server: {' -> '.join(sent)}\n")
 
 
-def start(fleet: Fleet, image: str, answer: str, comment: str) -> Start:
+def start_job(fleet: Fleet, image: str, answer: str, comment: str) -> JobStart:
     """Runs a job in that image, of which each node prints a line, and then what it has read."""
     before, begin = fleet.sent_by_store(), time.monotonic()
     command = ["sh", "-c", f"echo started; {' '.join(PROGRAM)}"]
     options = [f"-N{NODES}", f"--container-image={image}", comment]
     job = fleet.cluster.popen(
-        srun(*options, *command), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        build_srun_command(*options, *command), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     first = job.stdout.readline()  # type: ignore[union-attr]
     seconds = time.monotonic() - begin
     out, said = job.communicate(timeout=180)
     if first.strip() != "started":
         raise ClusterError(f"the job did not start: {first}{out}{said}")
-    settle(fleet)
+    wait_until_settled(fleet)
     lines = [line for line in said.splitlines() if line.startswith("forestage: ")]
-    return Start(seconds, fleet.sent_by_store() - before, out.split().count(answer), lines)
+    return JobStart(seconds, fleet.sent_by_store() - before, out.split().count(answer), lines)
 
 
 # Eviction on one node
 
 
-def eviction(fleet: Fleet) -> None:
+def show_eviction(fleet: Fleet) -> None:
     cluster, node = fleet.cluster, fleet.cluster.nodes[0]
-    say(f"{len(IMAGES)} images on {node}, too many for its cache; a job uses the first\n")
+    print_text(f"{len(IMAGES)} images on {node}, too many for its cache; a job uses the first\n")
     row = "  {:24}{}"
-    say(row.format("after a job with", "the cache holds"))
+    print_text(row.format("after a job with", "the cache holds"))
     held = cluster.submit(
-        "#!/bin/sh\nsleep 300\n", "-w", node, f"--comment=stage={path(IMAGES[0])}"
+        "#!/bin/sh\nsleep 300\n", "-w", node, f"--comment=stage={image_path(IMAGES[0])}"
     )
     jobs = {held}
-    wait_until(lambda: leased(fleet, node) == jobs, 60, lambda: f"job {held} did not start")
+    wait_until(
+        lambda: list_leased_entries(fleet, node) == jobs, 60, lambda: f"job {held} did not start"
+    )
     for name in IMAGES[1:]:
-        cluster.run(srun("-w", node, f"--container-image={path(name)}", "sh", "-c", "exit"))
+        cluster.run(
+            build_srun_command(
+                "-w", node, f"--container-image={image_path(name)}", "sh", "-c", "exit"
+            )
+        )
         fleet.await_stagers()
-        wait_until(lambda: leased(fleet, node) == jobs, 60, lambda: "an Epilog did not end")
-        shown = [f"{one}{'*' * (one == IMAGES[0])}" for one in cached(fleet, node)]
-        say(row.format(name, ", ".join(shown)))
-    say("  * held by the job that runs: never evicted")
+        wait_until(
+            lambda: list_leased_entries(fleet, node) == jobs, 60, lambda: "an Epilog did not end"
+        )
+        shown = [f"{one}{'*' * (one == IMAGES[0])}" for one in list_cached_entries(fleet, node)]
+        print_text(row.format(name, ", ".join(shown)))
+    print_text("  * held by the job that runs: never evicted")
     cluster.run(["scancel", str(held)])
 
 
-def leased(fleet: Fleet, node: str) -> set[int]:
+def list_leased_entries(fleet: Fleet, node: str) -> set[int]:
     return {one.job for one in fleet.leases(node)}
 
 
-def cached(fleet: Fleet, node: str) -> list[str]:
+def list_cached_entries(fleet: Fleet, node: str) -> list[str]:
     return sorted(Path(one).stem for one in fleet.cached_paths(node))
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     print(text, flush=True)
 
 

@@ -43,11 +43,11 @@ import start_image  # noqa: E402
 import start_table  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
-from memory import printed  # noqa: E402
-from peers_watch import SERVICE, Watch  # noqa: E402
-from rounds import rotate, spread  # noqa: E402
+from memory import print_in_memory  # noqa: E402
+from peers_watch import SERVICE, ProcessWatch  # noqa: E402
+from rounds import find_spread, rotate_names  # noqa: E402
 from spec import STORE, Net  # noqa: E402
-from start_table import Bench, Run  # noqa: E402
+from start_table import StartBench, StartRun  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 VARIANTS: Mapping[str, Mapping[str, object]] = {
@@ -75,27 +75,27 @@ class StartCase:
     mode: str
     links: LinkRates
     nodes: int
-    runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
-    later: list[Run] = field(default_factory=list)
+    runs: dict[str, list[StartRun]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+    later: list[StartRun] = field(default_factory=list)
     cpu: float = 0.0  # seconds of the services
     memory: int = 0
     given: int = 0  # bytes that came from peers
     by_jobs: int = 0  # bytes that jobs read of the source while their copies were on the way
 
     def ratios(self, variant: str, base: str) -> list[float]:
-        return start_table.ratios(self.runs, variant, base)
+        return start_table.list_ratios(self.runs, variant, base)
 
     def read(self, variant: str, size: int) -> float:
         return statistics.median(one.read for one in self.runs[variant]) / size
 
 
-def measure_case(bench: Bench, fleet: Fleet, case: StartCase, rounds: int) -> None:
+def measure_case(bench: StartBench, fleet: Fleet, case: StartCase, rounds: int) -> None:
     bench.nodes = fleet.cluster.nodes[: case.nodes]
-    networks = peers_cluster.networks(fleet)
+    networks = peers_cluster.list_networks(fleet)
     names = list(VARIANTS)
     for number in range(rounds):
-        for variant in rotate(names, number):
-            with Watch(networks) as watch:
+        for variant in rotate_names(names, number):
+            with ProcessWatch(networks) as watch:
                 case.runs[variant].append(bench.start(case.mode, variant))
             if variant != "auto":
                 continue
@@ -123,9 +123,9 @@ def list_heading() -> Iterator[str]:
 def format_row(case: StartCase, size: int) -> str:
     words = [f"{case.mode}, {case.links}, {case.nodes}"]
     for name in VARIANTS:
-        middle, least, most = spread([one.seconds for one in case.runs[name]])
+        middle, least, most = find_spread([one.seconds for one in case.runs[name]])
         words.append(f"{middle:.1f} ({least:.1f}-{most:.1f})")
-    words += [f"{one:.2f}" for one in spread(case.ratios("auto", "off"))]
+    words += [f"{one:.2f}" for one in find_spread(case.ratios("auto", "off"))]
     words.append(f"{statistics.median(case.ratios('auto', 'without')):.2f}")
     words += [f"{case.read(name, size):.2f}" for name in VARIANTS]
     words.append(f"{case.by_jobs / len(case.later) / size:.2f}")
@@ -149,21 +149,21 @@ def format_summary(cases: Sequence[StartCase], size: int) -> str:
 
 
 @contextlib.contextmanager
-def started_bench(options: argparse.Namespace) -> Iterator[tuple[Bench, Fleet]]:
+def start_bench(options: argparse.Namespace) -> Iterator[tuple[StartBench, Fleet]]:
     count = max(options.nodes)
     spec = networked(count, Net())
-    spec = lines.direct(replace(spec, nvme_mib=5 * options.mib + 512, companion=""))
+    spec = lines.without_test_shell(replace(spec, nvme_mib=5 * options.mib + 512, companion=""))
     with tempfile.TemporaryDirectory() as work, Cluster.up(spec) as cluster:
         fleet, place = Fleet(cluster), "/shared/alice/"
         path, other = f"{place}image.sqsh", f"{place}other.sqsh"
-        image = start_image.make(cluster.host_path(path), options.mib, SHARE, Path(work))
-        start_image.make(cluster.host_path(other), start_table.OTHER_MIB, SHARE, Path(work))
+        image = start_image.make_image(cluster.host_path(path), options.mib, SHARE, Path(work))
+        start_image.make_image(cluster.host_path(other), start_table.OTHER_MIB, SHARE, Path(work))
         configure = _make_configure(cluster, options.chunk_mib)
         configure(**VARIANTS["auto"])
         fleet.serve(cluster.nodes)
         about = fleet, spec, image, path, fleet.sent_by_store, lambda _: None, configure, other
-        idle = start_table.ready(cluster)
-        yield Bench(*about, idle, cluster.nodes, VARIANTS, in_full=True), fleet
+        idle = start_table.prepare_cluster(cluster)
+        yield StartBench(*about, idle, cluster.nodes, VARIANTS, in_full=True), fleet
 
 
 def _make_configure(cluster: Cluster, chunk_mib: int) -> Callable[..., None]:
@@ -177,7 +177,7 @@ def _make_configure(cluster: Cluster, chunk_mib: int) -> Callable[..., None]:
     return configure
 
 
-def reshape(fleet: Fleet, links: LinkRates) -> None:
+def change_links(fleet: Fleet, links: LinkRates) -> None:
     fleet.links = Net(node_mbit=links.node, store_mbit=links.store)
     for node in fleet.cluster.nodes:
         fleet.slow(node, links.node)
@@ -191,8 +191,8 @@ def reshape(fleet: Fleet, links: LinkRates) -> None:
 
 
 def run_cases(options: argparse.Namespace) -> Iterator[str]:
-    start, load, cases = time.monotonic(), busy.Load(), []
-    with started_bench(options) as (bench, fleet):
+    start, load, cases = time.monotonic(), busy.MachineLoad(), []
+    with start_bench(options) as (bench, fleet):
         size = bench.image.size
         yield (
             f"{size / MIB:.0f} MiB, links of the file server and of each node in Mbit/s,"
@@ -202,23 +202,23 @@ def run_cases(options: argparse.Namespace) -> Iterator[str]:
         bench.nodes = fleet.cluster.nodes[:1]
         bench.start("unpack", "without")  # reads all programs once; does not count
         for links in options.links:
-            reshape(fleet, links)
+            change_links(fleet, links)
             for mode in options.modes:
                 for count in options.nodes:
                     cases.append(case := StartCase(mode, links, count))
                     measure_case(bench, fleet, case, options.rounds)
                     yield format_row(case, size)
     yield f"\n{time.monotonic() - start:.0f} s\n"
-    pair = peers_cluster.pair(options.pair_mib, options.pairs)
+    pair = peers_cluster.format_pair_costs(options.pair_mib, options.pairs)
     yield load.last(f"{format_summary(cases, size)} {pair}")
 
 
 def main() -> int:
-    return printed(run_cases(_read_options()))
+    return print_in_memory(run_cases(_read_options()))
 
 
 def _read_options() -> argparse.Namespace:
-    parser = busy.Bench("first-start", __doc__, "40 minutes")
+    parser = busy.BenchOptions("first-start", __doc__, "40 minutes")
     parser.add_argument("--nodes", default="1,2,4,8", type=_read_counts)
     parser.add_argument(
         "--links", default="400:400,1600:200", type=_read_links, help="STORE:NODE,…"

@@ -39,7 +39,7 @@ IMAGE_BYTES = 65_536
 TOTAL = re.compile(r"^\s*100\.00\s+\S+\s+(?:\S+\s+)?(\d+)\s+\d*\s*total$", re.MULTILINE)
 
 
-class Lab:
+class GrowthNode:
     """A node whose hooks show copies by the companion; `job` is the next one's number."""
 
     def __init__(self, root: Path, lines: int) -> None:
@@ -91,9 +91,9 @@ class Lab:
 
     def run(self, hook: str, image: Path | None) -> float:
         """Runs a hook, and waits for the stagers that it leaves; returns their CPU milliseconds."""
-        before = _spent()
+        before = _read_children_cpu_ms()
         self._wait(self.argv(hook), image)
-        return _spent() - before
+        return _read_children_cpu_ms() - before
 
     def count(self, hook: str, image: Path | None) -> int:
         """Runs a hook; returns how many system calls it and its stagers made."""
@@ -111,21 +111,21 @@ class Lab:
         hook = subprocess.Popen(argv, env=self.environ(image), stderr=subprocess.DEVNULL)
         if hook.wait():
             raise SystemExit(f"bench/growth: {argv[-2]} failed")
-        scale_table.reap()
+        scale_table.wait_for_stagers()
 
 
-def _spent() -> float:
+def _read_children_cpu_ms() -> float:
     """CPU milliseconds of the processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (used.ru_utime + used.ru_stime) * 1000
 
 
 @contextlib.contextmanager
-def lab(lines: int = 1) -> Iterator[Lab]:
+def make_node(lines: int = 1) -> Iterator[GrowthNode]:
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
         os.chmod(folder, 0o755)
         try:
-            made = Lab(Path(folder), lines)
+            made = GrowthNode(Path(folder), lines)
             yield made
         finally:
             for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
@@ -134,11 +134,11 @@ def lab(lines: int = 1) -> Iterator[Lab]:
                     subprocess.run(["umount", "-l", point], check=True)
 
 
-Curve = Callable[[Lab, Callable[[str, Path | None], float]], float]
+Curve = Callable[[GrowthNode, Callable[[str, Path | None], float]], float]
 """One case: what a hook costs on a node, by what `measure` says of its run."""
 
 
-def hit(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+def measure_hit(node: GrowthNode, measure: Callable[[str, Path | None], float]) -> float:
     image = node.image()
     node.job += 1
     node.run("prolog", image)
@@ -146,71 +146,71 @@ def hit(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
     return measure("prolog", image)
 
 
-def cold(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+def measure_cold_start(node: GrowthNode, measure: Callable[[str, Path | None], float]) -> float:
     node.job += 1
     return measure("prolog", node.image())
 
 
-def end(node: Lab, measure: Callable[[str, Path | None], float]) -> float:
+def measure_epilog(node: GrowthNode, measure: Callable[[str, Path | None], float]) -> float:
     node.job += 1
     image = node.image()
     node.run("prolog", image)
     return measure("epilog", image)
 
 
-def measured(node: Lab, curve: Curve, runs: int) -> tuple[int, float]:
+def measure_curve(node: GrowthNode, curve: Curve, runs: int) -> tuple[int, float]:
     """System calls, and the median of CPU milliseconds; what is first is not counted."""
     curve(node, node.run)
     calls = round(curve(node, node.count))
     return calls, statistics.median(curve(node, node.run) for _ in range(runs))
 
 
-def of_entries(count: int, curve: Curve, runs: int) -> tuple[int, float]:
-    with lab() as node:
-        scale_table.fill(node.node.cache, count)
-        return measured(node, curve, runs)
+def measure_with_entries(count: int, curve: Curve, runs: int) -> tuple[int, float]:
+    with make_node() as node:
+        scale_table.publish_entries(node.node.cache, count)
+        return measure_curve(node, curve, runs)
 
 
-def of_full_disk(count: int, curve: Curve, runs: int) -> tuple[int, float]:
+def measure_with_full_disk(count: int, curve: Curve, runs: int) -> tuple[int, float]:
     """Others hold more than the low watermark."""
-    with lab() as node:
-        scale_table.fill(node.node.cache, count)
+    with make_node() as node:
+        scale_table.publish_entries(node.node.cache, count)
         with (node.places.root / "mnt/nvme/others").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, HELD << 20)
-        return measured(node, curve, runs)
+        return measure_curve(node, curve, runs)
 
 
-def of_mounts(count: int, curve: Curve, runs: int) -> tuple[int, float]:
-    with lab() as node:
+def measure_with_mounts(count: int, curve: Curve, runs: int) -> tuple[int, float]:
+    with make_node() as node:
         for number in range(count):
             point = node.places.root / f"mounts/{number}"
             point.mkdir(parents=True)
             ctypes.CDLL(None).mount(b"none", os.fsencode(point), b"tmpfs", 0, b"size=4k")
-        return measured(node, curve, runs)
+        return measure_curve(node, curve, runs)
 
 
-def of_slurm_conf(count: int, curve: Curve, runs: int) -> tuple[int, float]:
-    with lab(lines=count) as node:
-        return measured(node, curve, runs)
+def measure_with_slurm_conf(count: int, curve: Curve, runs: int) -> tuple[int, float]:
+    with make_node(lines=count) as node:
+        return measure_curve(node, curve, runs)
 
 
 CURVES: dict[str, tuple[str, Callable[[int, Curve, int], tuple[int, float]], Curve]] = {
-    "hit": ("entries", of_entries, hit),
-    "cold": ("entries", of_entries, cold),
-    "epilog": ("entries", of_entries, end),
-    "epilog_full": ("entries, others hold the disk", of_full_disk, end),
-    "cold_full": ("entries, others hold the disk", of_full_disk, cold),
-    "hit_mounts": ("mounts", of_mounts, hit),
-    "epilog_mounts": ("mounts", of_mounts, end),
-    "hit_conf": ("lines of slurm.conf", of_slurm_conf, hit),
+    "hit": ("entries", measure_with_entries, measure_hit),
+    "cold": ("entries", measure_with_entries, measure_cold_start),
+    "epilog": ("entries", measure_with_entries, measure_epilog),
+    "epilog_full": ("entries, others hold the disk", measure_with_full_disk, measure_epilog),
+    "cold_full": ("entries, others hold the disk", measure_with_full_disk, measure_cold_start),
+    "hit_mounts": ("mounts", measure_with_mounts, measure_hit),
+    "epilog_mounts": ("mounts", measure_with_mounts, measure_epilog),
+    "hit_conf": ("lines of slurm.conf", measure_with_slurm_conf, measure_hit),
 }
 
 
 def main() -> None:
-    options = busy.Bench("growth", __doc__, "4 minutes")
+    options = busy.BenchOptions("growth", __doc__, "4 minutes")
     options.add_argument("most", nargs="?", type=int, default=10_000, help="of what grows")
     options.add_argument("--runs", type=int, default=5, help="of which the median counts")
-    given, load = options.begin(), busy.Load()
+    given, load = options.begin(), busy.MachineLoad()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ratios = {}
     print(f"| hook, by | {FEW}: calls | ms | {given.most}: calls | ms | calls x | ms x |")

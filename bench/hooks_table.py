@@ -68,21 +68,21 @@ Times = dict[str, list[float]]  # seconds, one for each round
 def main() -> int:
     if sys.argv[1:2] == ["--on-the-node"]:
         rounds = int(sys.argv[2])
-        json.dump([measure(rounds), measure_commands(min(rounds, FEW))], sys.stdout)
+        json.dump([measure_hooks(rounds), measure_commands(min(rounds, FEW))], sys.stdout)
         return 0
-    options = busy.Bench("hooks", __doc__, "a minute")
+    options = busy.BenchOptions("hooks", __doc__, "a minute")
     options.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
-    rounds, load = options.begin().rounds, busy.Load()
+    rounds, load = options.begin().rounds, busy.MachineLoad()
     try:
-        hooks, commands = on_a_cluster(rounds)
-        show_commands(commands, min(rounds, FEW))
-        show(hooks, rounds, load)
+        hooks, commands = measure_on_cluster(rounds)
+        print_command_table(commands, min(rounds, FEW))
+        print_hook_table(hooks, rounds, load)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def on_a_cluster(rounds: int) -> list[Times]:
+def measure_on_cluster(rounds: int) -> list[Times]:
     # Here, since on the node there is no need for them; and they lie beside tests/slurm/cluster.
     from cluster import Cluster, ClusterSpec
     from host import exit_on_sigterm
@@ -101,15 +101,15 @@ def on_a_cluster(rounds: int) -> list[Times]:
     return found
 
 
-def measure(rounds: int) -> Times:
+def measure_hooks(rounds: int) -> Times:
     """On the node: the first image is copied and all programs are read once, then times count."""
-    one_round(1)
-    until(lambda: any(event["hook"] == "stager" for event in told()), "the copy")
+    run_round(1)
+    wait_until(lambda: any(event["hook"] == "stager" for event in told()), "the copy")
     for job in range(2, 4):
-        one_round(job)
+        run_round(job)
     times: Times = {}
     for job in range(4, 4 + rounds):
-        for what, seconds in one_round(job).items():
+        for what, seconds in run_round(job).items():
             times.setdefault(what, []).append(seconds)
     results = [event["outcome"]["result"] for event in told() if event["hook"] == "prolog"]
     if results[2:] != ["hit"] * 2 * (rounds + 2):
@@ -122,7 +122,7 @@ def measure_commands(rounds: int) -> Times:
     times: Times = {}
     for number in range(rounds + 1):
         for what, argv in {BARE: [PYTHON, "-I", "-c", "pass"], **COMMANDS}.items():
-            seconds = processor_time(argv, SHELL | (COMPLETION if what == COMPLETE else {}))
+            seconds = measure_processor_time(argv, SHELL | (COMPLETION if what == COMPLETE else {}))
             if number:  # the first has byte code and files read
                 times.setdefault(what, []).append(seconds)
     return times
@@ -132,7 +132,7 @@ def told() -> list[dict[str, Any]]:
     return [*map(json.loads, EVENTS.open())] if EVENTS.exists() else []
 
 
-def until(happened: Callable[[], bool], what: str) -> None:
+def wait_until(happened: Callable[[], bool], what: str) -> None:
     for _ in range(6000):
         if happened():
             return
@@ -140,22 +140,22 @@ def until(happened: Callable[[], bool], what: str) -> None:
     raise SystemExit(f"waited in vain for {what}")
 
 
-def one_round(job: int) -> dict[str, float]:
+def run_round(job: int) -> dict[str, float]:
     with_image = {"SPANK__SLURM_SPANK_OPTION_pyxis_container_image": IMAGE}
     waits = {"SLURM_JOB_PARTITION": "waits"}
     found = {
-        BARE: timed([PYTHON, "-I", "-c", "pass"], slurmd_environment("prolog", job)),
-        NO_IMAGE: timed([PROLOG], slurmd_environment("prolog", job)),
-        WORKS: timed([PROLOG], slurmd_environment("prolog", job) | with_image | waits),
+        BARE: time_command([PYTHON, "-I", "-c", "pass"], make_slurmd_environment("prolog", job)),
+        NO_IMAGE: time_command([PROLOG], make_slurmd_environment("prolog", job)),
+        WORKS: time_command([PROLOG], make_slurmd_environment("prolog", job) | with_image | waits),
     }
-    timed([EPILOG], slurmd_environment("epilog", job))
-    found[HIT] = timed([PROLOG], slurmd_environment("prolog", job) | with_image)
-    until(lambda: not (LEASES / f"{job}.prolog").exists(), "the Prolog's process")
-    found[AFTER] = timed([EPILOG], slurmd_environment("epilog", job))
+    time_command([EPILOG], make_slurmd_environment("epilog", job))
+    found[HIT] = time_command([PROLOG], make_slurmd_environment("prolog", job) | with_image)
+    wait_until(lambda: not (LEASES / f"{job}.prolog").exists(), "the Prolog's process")
+    found[AFTER] = time_command([EPILOG], make_slurmd_environment("epilog", job))
     return {what: found[what] for what in (BARE, NO_IMAGE, HIT, WORKS, AFTER)}
 
 
-def slurmd_environment(hook: str, job: int) -> Environment:
+def make_slurmd_environment(hook: str, job: int) -> Environment:
     """What slurmd 22.05 gives a hook for a job without comment: no PATH, no HOME."""
     nodes = {"SLURM_JOB_NODELIST": "n1", "SLURM_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
     return nodes | {
@@ -171,18 +171,18 @@ def slurmd_environment(hook: str, job: int) -> Environment:
     }
 
 
-def timed(argv: list[str], environment: Environment) -> float:
+def time_command(argv: list[str], environment: Environment) -> float:
     start = time.perf_counter()
-    run(argv, environment)
+    run_command(argv, environment)
     return time.perf_counter() - start
 
 
-def processor_time(argv: list[str], environment: Environment) -> float:
-    used = run(argv, environment)
+def measure_processor_time(argv: list[str], environment: Environment) -> float:
+    used = run_command(argv, environment)
     return used.ru_utime + used.ru_stime
 
 
-def run(argv: list[str], environment: Environment) -> resource.struct_rusage:
+def run_command(argv: list[str], environment: Environment) -> resource.struct_rusage:
     null = os.open(os.devnull, os.O_RDWR)
     child = os.posix_spawn(
         argv[0],
@@ -197,7 +197,7 @@ def run(argv: list[str], environment: Environment) -> resource.struct_rusage:
     return used
 
 
-def show_commands(times: Times, rounds: int) -> None:
+def print_command_table(times: Times, rounds: int) -> None:
     print(f"{rounds} rounds of commands on it, in milliseconds of a processor:\n")
     print(f"  {'':20}{'min':>8}{'median':>8}{'max':>8}{'ratio':>8}")
     for what, seconds in times.items():
@@ -207,7 +207,7 @@ def show_commands(times: Times, rounds: int) -> None:
     print()
 
 
-def show(times: Times, rounds: int, load: busy.Load) -> None:
+def print_hook_table(times: Times, rounds: int, load: busy.MachineLoad) -> None:
     print(f"{rounds} rounds on one node, in milliseconds:\n")
     print(f"  {'':20}{'min':>8}{'median':>8}{'max':>8}{'ratio':>8}{'goal':>8}")
     ratios = {}

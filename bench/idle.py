@@ -6,7 +6,7 @@ from host import wait_until
 from jobs import Site
 
 
-class Idle:
+class IdleNodes:
     """Knows how many processes nodes have while no job is there: as many as when this is made.
 
     Their names and numbers are others when a slurmd has read slurm.conf again.

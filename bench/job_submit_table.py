@@ -39,12 +39,12 @@ end
 
 
 def main() -> None:
-    parser = busy.Bench("job-submit", __doc__, "a minute")
+    parser = busy.BenchOptions("job-submit", __doc__, "a minute")
     parser.add_argument(
         "times", nargs="?", type=int, default=TIMES, metavar="N", help="%(default)s"
     )
     options: argparse.Namespace = parser.begin()
-    load = busy.Load()
+    load = busy.MachineLoad()
     conf = {"JobSubmitPlugins": "lua", "Prolog": None, "Epilog": None}
     files = {"/etc/slurm/job_submit.lua": OWN}
     spec = ClusterSpec(nodes=1, slurm_conf=conf, files=files)

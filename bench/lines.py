@@ -25,7 +25,7 @@ EMPTY = "/etc/empty"
 READ_AGAIN = ("got reconfigure request", "slurmd started on")
 
 
-def direct(spec: ClusterSpec) -> ClusterSpec:
+def without_test_shell(spec: ClusterSpec) -> ClusterSpec:
     """With the hooks as a site has them: tests put a shell before these, to keep what they say."""
     return replace(
         spec,
@@ -35,47 +35,47 @@ def direct(spec: ClusterSpec) -> ClusterSpec:
     )
 
 
-def _with(spec: ClusterSpec, prolog: str | None, flags: str | None) -> ClusterSpec:
+def _with_lines(spec: ClusterSpec, prolog: str | None, flags: str | None) -> ClusterSpec:
     conf = {"Prolog": prolog, "Epilog": prolog, "PrologFlags": flags}
     return replace(spec, companion=None, slurm_conf={**spec.slurm_conf, **conf})
 
 
 KINDS: Mapping[str, Callable[[ClusterSpec], ClusterSpec]] = {
-    "none": lambda spec: _with(spec, None, None),
-    "alloc": lambda spec: _with(spec, None, "Alloc"),
-    "empty": lambda spec: _with(spec, EMPTY, "Alloc"),
+    "none": lambda spec: _with_lines(spec, None, None),
+    "alloc": lambda spec: _with_lines(spec, None, "Alloc"),
+    "empty": lambda spec: _with_lines(spec, EMPTY, "Alloc"),
     "ours": lambda spec: spec,
 }
 
 
-def become(cluster: Cluster, spec: ClusterSpec) -> bool:
+def apply_spec(cluster: Cluster, spec: ClusterSpec) -> bool:
     """Gives the cluster the lines of `spec`; whether it had others. No job may be there.
 
     A file that is right already is left alone: Prologs go by its times
     (hooks/background_prolog.py).
     """
-    changed = _write(cluster, "/etc/slurm/plugstack.conf", plugstack_conf(spec))
-    if not _write(cluster, "/etc/slurm/slurm.conf", slurm_conf(spec)):
+    changed = _write_file(cluster, "/etc/slurm/plugstack.conf", plugstack_conf(spec))
+    if not _write_file(cluster, "/etc/slurm/slurm.conf", slurm_conf(spec)):
         return changed
-    before = {node: _times_read(cluster, node) for node in cluster.nodes}
+    before = {node: _count_reads(cluster, node) for node in cluster.nodes}
     cluster.run(["scontrol", "reconfigure"], user="root")
 
     def late() -> list[str]:
-        return [node for node in cluster.nodes if _times_read(cluster, node) == before[node]]
+        return [node for node in cluster.nodes if _count_reads(cluster, node) == before[node]]
 
     wait_until(lambda: not late(), 60, lambda: f"{late()} did not read slurm.conf again")
     cluster.wait_idle()
     return True
 
 
-def _write(cluster: Cluster, path: str, text: str) -> bool:
+def _write_file(cluster: Cluster, path: str, text: str) -> bool:
     if cluster.read(path) == text:
         return False
     cluster.write(path, text)
     return True
 
 
-def _times_read(cluster: Cluster, node: str) -> int:
+def _count_reads(cluster: Cluster, node: str) -> int:
     log = (cluster.state / "log" / f"{node}.log").read_text(errors="replace")
     return sum(log.count(words) for words in READ_AGAIN)
 
@@ -83,15 +83,15 @@ def _times_read(cluster: Cluster, node: str) -> int:
 # Releases of Slurm
 
 
-def add_suite(parser: argparse.ArgumentParser) -> None:
+def add_suite_option(parser: argparse.ArgumentParser) -> None:
     words = "whose Slurm it is; this machine's own if not given"
     parser.add_argument("--suite", choices=list(SUITES), help=words)
 
 
-def on_release(spec: ClusterSpec, suite: str | None) -> ClusterSpec:
+def use_suite(spec: ClusterSpec, suite: str | None) -> ClusterSpec:
     return on_suite(spec, suite) if suite else spec
 
 
-def release(cluster: Cluster) -> str:
+def read_slurm_release(cluster: Cluster) -> str:
     """As 22.05.8."""
     return cluster.run(["srun", "--version"]).stdout.split()[-1]

@@ -12,7 +12,7 @@ from host import exit_on_sigterm
 MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace
 
 
-def printed(lines: Iterator[str]) -> int:
+def print_in_memory(lines: Iterator[str]) -> int:
     """Prints the lines as they come, all files in memory; returns the exit status."""
     exit_on_sigterm()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", MEMORY], check=True)

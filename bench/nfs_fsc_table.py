@@ -37,7 +37,7 @@ import busy  # noqa: E402
 from compute import Compute, command  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from install import installed  # noqa: E402
-from rounds import rotate, spread  # noqa: E402
+from rounds import find_spread, rotate_names  # noqa: E402
 from vm import VM, VMError  # noqa: E402
 
 MIB = 1 << 20
@@ -161,7 +161,7 @@ def list_ratios(runs: Runs, variant: str, job: int) -> list[float]:
     return [one[job].seconds / plain[job].seconds for one, plain in pairs]
 
 
-def median_read(runs: Runs, variant: str, job: int, size: int) -> float:
+def find_median_read(runs: Runs, variant: str, job: int, size: int) -> float:
     return statistics.median(pair[job].read for pair in runs[variant]) / size
 
 
@@ -170,10 +170,10 @@ def list_rows(runs: Runs, size: int) -> Iterator[str]:
     yield "|:--" + "|--:" * 8 + "|"
     for variant, pairs in runs.items():
         for job in (0, 1):
-            seconds = [f"{one:.1f}" for one in spread([pair[job].seconds for pair in pairs])]
-            ratios = [f"{one:.2f}" for one in spread(list_ratios(runs, variant, job))]
+            seconds = [f"{one:.1f}" for one in find_spread([pair[job].seconds for pair in pairs])]
+            ratios = [f"{one:.2f}" for one in find_spread(list_ratios(runs, variant, job))]
             words = [variant, str(job + 1), *seconds, *ratios]
-            yield f"| {' | '.join(words)} | {median_read(runs, variant, job, size):.2f} |"
+            yield f"| {' | '.join(words)} | {find_median_read(runs, variant, job, size):.2f} |"
 
 
 def format_summary(runs: Runs, size: int) -> str:
@@ -183,12 +183,12 @@ def format_summary(runs: Runs, size: int) -> str:
         for job in (0, 1):
             name = f"{variant}{job + 1}"
             words.append(f"{name}={statistics.median(list_ratios(runs, variant, job)):.2f}")
-            words.append(f"{name}_read={median_read(runs, variant, job, size):.3f}")
+            words.append(f"{name}_read={find_median_read(runs, variant, job, size):.3f}")
     return " ".join(words)
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    start, load = time.monotonic(), busy.Load()
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    start, load = time.monotonic(), busy.MachineLoad()
     layer = installed(options.suite)
     with tempfile.TemporaryDirectory() as folder, VM.of(layer, Path(folder)) as vm:
         node = Compute(vm)
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         )
         runs: Runs = {variant: [] for variant in VARIANTS}
         for number in range(options.rounds):
-            for variant in rotate(VARIANTS, number):
+            for variant in rotate_names(VARIANTS, number):
                 pair = site.measure_pair(variant)
                 runs[variant].append(pair)
                 jobs = [f"{one.seconds:.1f} s ({one.read / site.size:.2f})" for one in pair]
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = busy.Bench("nfs-fsc", __doc__, "40 minutes, and 10 more the first time")
+    parser = busy.BenchOptions("nfs-fsc", __doc__, "40 minutes, and 10 more the first time")
     parser.add_argument("--mib", type=int, default=256, help="of the image")
     parser.add_argument("--mbit", type=float, default=50, help="of the link, Mbit/s")
     parser.add_argument("--rounds", type=int, default=3)
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=("bookworm", "trixie"), default="bookworm", help=words)
     options = parser.begin()
     exit_on_sigterm()
-    for line in run(options):
+    for line in run_bench(options):
         print(line, flush=True)
     return 0
 

@@ -35,7 +35,7 @@ from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import MIB, Fleet, networked  # noqa: E402
 from host import exit_on_sigterm  # noqa: E402
 from mishaps import MISHAPS, meet  # noqa: E402
-from peers_watch import SERVICE, STAGER, Load, Watch  # noqa: E402
+from peers_watch import SERVICE, STAGER, ProcessLoad, ProcessWatch  # noqa: E402
 from spec import Net  # noqa: E402
 
 GIB = 1 << 30
@@ -44,7 +44,7 @@ SETTLE = 2.0  # seconds between two measurements, for what the last one's job le
 
 
 @dataclass(frozen=True)
-class Measured:
+class PeerJobResult:
     """One job. Bytes, seconds; `spread`: the last stager began so long after the first."""
 
     seconds: float
@@ -54,11 +54,11 @@ class Measured:
     from_peers: int
     copied: int
     busy: float
-    stagers: Load
-    services: Load
+    stagers: ProcessLoad
+    services: ProcessLoad
 
 
-class Shape(NamedTuple):
+class JobSeries(NamedTuple):
     """Jobs one after the other, of so many nodes each."""
 
     jobs: int
@@ -68,17 +68,17 @@ class Shape(NamedTuple):
         return f"jobs{self.jobs}" + f"x{self.nodes}" * (self.nodes > 1)
 
 
-Results = Mapping[int, tuple[Measured, Measured]]  # by nodes: directly, with peers
+Results = Mapping[int, tuple[PeerJobResult, PeerJobResult]]  # by nodes: directly, with peers
 
 
-def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
+def measure_job(fleet: Fleet, count: int, mib: int, peers: bool) -> PeerJobResult:
     """A job on the first `count` nodes. Raises ClusterError where a copy is not right."""
     nodes = fleet.cluster.nodes[:count]
     fleet.configure(peers={"enabled": peers, "listen": "{node}"})
     path = fleet.data(f"image-{count}-{'peers' if peers else 'direct'}", mib)
     time.sleep(SETTLE)
     sent, read, start = fleet.sent_by_store(), fleet.read_of_store(), time.time()
-    with Watch(networks(fleet)) as watch:
+    with ProcessWatch(list_networks(fleet)) as watch:
         job = fleet.start(path, nodes)
         copies = fleet.await_copies(path, nodes, 900)
     sent, read = fleet.sent_by_store() - sent, fleet.read_of_store() - read
@@ -88,7 +88,7 @@ def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
     fleet.source(path).unlink()
     fleet.reset()
     begun = [event.time - event.outcome.wait for event in copies.values()]
-    return Measured(
+    return PeerJobResult(
         seconds=max(event.time for event in copies.values()) - start,
         spread=max(begun) - min(begun),
         sent=sent,
@@ -101,12 +101,12 @@ def measure(fleet: Fleet, count: int, mib: int, peers: bool) -> Measured:
     )
 
 
-def networks(fleet: Fleet) -> frozenset[int]:
+def list_networks(fleet: Fleet) -> frozenset[int]:
     own = (fleet.cluster.host_path("/proc/1/ns/net", node) for node in fleet.cluster.nodes)
     return frozenset(os.stat(network).st_ino for network in own)
 
 
-def times(results: Results, size: int) -> Iterator[str]:
+def format_times(results: Results, size: int) -> Iterator[str]:
     """How long, and how much the file server had to give."""
     yield "| nodes | direct s | sent MiB | peers s | MiB | sent x | read x | speedup | spread s |"
     yield "|--:" * 9 + "|"
@@ -118,7 +118,7 @@ def times(results: Results, size: int) -> Iterator[str]:
         )
 
 
-def costs(results: Results) -> Iterator[str]:
+def format_costs(results: Results) -> Iterator[str]:
     """What it takes of the nodes: CPU-seconds for each GiB, MiB of each process's own memory."""
     yield "| nodes | served | direct | peers | service | direct | peers | direct | peers |"
     yield "| | CPU-s/GiB | stager CPU-s/GiB | | MiB | stager MiB | | busy % | |"
@@ -133,7 +133,7 @@ def costs(results: Results) -> Iterator[str]:
         yield f"| {count} | {' | '.join(figures)} |"
 
 
-def summary(results: Results, size: int) -> str:
+def format_summary(results: Results, size: int) -> str:
     least, most = min(results), max(results)
     direct, peers = results[most]
     return (
@@ -143,7 +143,7 @@ def summary(results: Results, size: int) -> str:
     )
 
 
-def jobs(fleet: Fleet, shape: Shape, mib: int) -> str:
+def run_job_series(fleet: Fleet, shape: JobSeries, mib: int) -> str:
     """Jobs one after the other, each on nodes that have nothing: how often the source was read."""
     fleet.reset()
     fleet.configure(peers=CLUSTER)
@@ -164,8 +164,8 @@ def jobs(fleet: Fleet, shape: Shape, mib: int) -> str:
     return f"{shape}_src={read / (mib * MIB):.3f}"
 
 
-def pair(mib: int, pairs: int) -> str:
-    cost, ratios = peers_pair.costs(mib), peers_pair.beside(mib, pairs)
+def format_pair_costs(mib: int, pairs: int) -> str:
+    cost, ratios = peers_pair.measure_costs(mib), peers_pair.measure_job_slowdown(mib, pairs)
     middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
     return (
         f"giver={cost.giver:.2f} taker={cost.taker:.2f} cp={cost.cp:.2f}"
@@ -173,7 +173,7 @@ def pair(mib: int, pairs: int) -> str:
     )
 
 
-def hostile(fleet: Fleet, nodes: int, mib: int) -> Generator[str, None, str]:
+def measure_hostile_peers(fleet: Fleet, nodes: int, mib: int) -> Generator[str, None, str]:
     """How long the healthy nodes took when others had bad luck; all of theirs was right.
 
     Returns the figures of the last line.
@@ -195,14 +195,14 @@ def hostile(fleet: Fleet, nodes: int, mib: int) -> Generator[str, None, str]:
     return f"hostile_read={most:.3f} wrong={wrong}"
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    load = busy.Load()
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    load = busy.MachineLoad()
     links = Net(node_mbit=options.node_mbit, store_mbit=options.store_mbit)
     yield (
         f"{options.mib} MiB, node links {links.node_mbit:g} Mbit/s, file server's"
         f" {links.store_mbit:g} Mbit/s, {os.cpu_count()} processors for all of it\n"
     )
-    results: dict[int, tuple[Measured, Measured]] = {}
+    results: dict[int, tuple[PeerJobResult, PeerJobResult]] = {}
     most = max(*options.nodes, *(shape.jobs * shape.nodes for shape in options.jobs))
     with Cluster.up(networked(most, links)) as cluster:
         fleet = Fleet(cluster, int(options.chunk_mib * MIB))
@@ -210,22 +210,30 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         fleet.configure(peers=CLUSTER)
         fleet.serve(cluster.nodes)
         if options.hostile:
-            yield load.last((yield from hostile(fleet, max(options.nodes), options.mib)))
+            yield load.last(
+                (yield from measure_hostile_peers(fleet, max(options.nodes), options.mib))
+            )
             return
         for count in options.nodes:
-            direct, peers = (measure(fleet, count, options.mib, on) for on in (False, True))
+            direct, peers = (measure_job(fleet, count, options.mib, on) for on in (False, True))
             results[count] = (direct, peers)
-        shared = [jobs(fleet, shape, options.mib // 4) for shape in options.jobs]
+        shared = [run_job_series(fleet, shape, options.mib // 4) for shape in options.jobs]
     size = options.mib * MIB
-    yield from (*times(results, size), "", *costs(results), "")
-    last = (summary(results, size), *shared, pair(options.pair_mib, options.pairs))
+    yield from (*format_times(results, size), "", *format_costs(results), "")
+    last = (
+        format_summary(results, size),
+        *shared,
+        format_pair_costs(options.pair_mib, options.pairs),
+    )
     yield load.last(" ".join(last))
 
 
 def main() -> int:
-    parser = busy.Bench("peers", __doc__, "10 minutes")
-    parser.add_argument("--nodes", default="1,4,16", type=_counts)
-    parser.add_argument("--jobs", default="8x1,4x4", type=_shapes, help="a quarter of MIB each")
+    parser = busy.BenchOptions("peers", __doc__, "10 minutes")
+    parser.add_argument("--nodes", default="1,4,16", type=_read_counts)
+    parser.add_argument(
+        "--jobs", default="8x1,4x4", type=_read_shapes, help="a quarter of MIB each"
+    )
     parser.add_argument("--mib", type=int, default=192)
     parser.add_argument("--chunk-mib", type=float, default=1)
     parser.add_argument("--node-mbit", type=float, default=Net.node_mbit)
@@ -236,19 +244,19 @@ def main() -> int:
     options = parser.begin()
     exit_on_sigterm()
     try:
-        for line in run(options):
+        for line in run_bench(options):
             print(line, flush=True)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def _counts(text: str) -> list[int]:
+def _read_counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _shapes(text: str) -> list[Shape]:
-    return [Shape(*map(int, word.split("x"))) for word in text.split(",")]
+def _read_shapes(text: str) -> list[JobSeries]:
+    return [JobSeries(*map(int, word.split("x"))) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ SILENCE = 1.0  # seconds until a dead node is taken for one
 POLL = 0.25  # seconds between two looks of an idle worker
 
 
-class Case(NamedTuple):
+class PeersCase(NamedTuple):
     """Bytes, bytes a second, seconds; `dead`, `slow`, `late`, `unreadable` are shares of all nodes.
 
     For those that are unreadable the source fails.
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     spread: float = 0.02
 
 
-class Found(NamedTuple):
+class PeersResult(NamedTuple):
     """`read`: bytes out of the source; seconds from each healthy node's start to its last byte."""
 
     read: float
@@ -55,10 +55,10 @@ class Found(NamedTuple):
     late: float  # the 99.9th percentile
 
 
-class Source:
+class SharedSource:
     """Everybody who reads gets the same share of it, up to a limit of one's own."""
 
-    def __init__(self, world: World, rate: float, limit: float) -> None:
+    def __init__(self, world: PeersSimulation, rate: float, limit: float) -> None:
         self.world, self.rate, self.limit = world, rate, limit
         self.flows: list[tuple[float, int, Callable[[], None]]] = []
         self.given = 0.0  # bytes that each flow has got since the beginning
@@ -92,7 +92,7 @@ class Source:
         self._plan()
 
 
-class Node:
+class SimulatedPeer:
     """A node with its workers. `free_*`: when its link has sent, or received, all it is to."""
 
     def __init__(self, name: str, rate: float) -> None:
@@ -105,16 +105,16 @@ class Node:
         self.readers = self.askers = 0  # idle workers
         self.looks = False
         self.reads: dict[ChunkTransfer, float] = {}  # under way at the source, since when
-        self.waiting: dict[int, list[tuple[Node, ChunkTransfer, float]]] = {}
+        self.waiting: dict[int, list[tuple[SimulatedPeer, ChunkTransfer, float]]] = {}
 
     def has(self, number: int) -> bool:
         return self.schedule is not None and not self.schedule.missing >> number & 1
 
 
-class World:
+class PeersSimulation:
     """The clock, the nodes, and what happens next."""
 
-    def __init__(self, case: Case, seed: int = 1) -> None:
+    def __init__(self, case: PeersCase, seed: int = 1) -> None:
         self.case = case
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -124,8 +124,8 @@ class World:
         self.names = [f"n{number}" for number in range(case.nodes)]
         self.policy = peer_copy.make_policy(case.threads, case.nodes)
         flows = min(self.policy.at_once, case.threads)
-        self.source = Source(self, case.source, case.link / flows)
-        self.nodes = {name: Node(name, case.link) for name in self.names}
+        self.source = SharedSource(self, case.source, case.link / flows)
+        self.nodes = {name: SimulatedPeer(name, case.link) for name in self.names}
         self._people(random.Random(seed))
 
     def _people(self, chance: random.Random) -> None:
@@ -147,7 +147,7 @@ class World:
     def after(self, seconds: float, call: Callable[..., None], *what: object) -> None:
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), call, what))
 
-    def run(self) -> Found:
+    def run(self) -> PeersResult:
         while self.events:
             self.now, _, call, what = heapq.heappop(self.events)
             call(*what)
@@ -156,16 +156,16 @@ class World:
         if lost:
             raise SystemExit(f"peers-model: {len(lost)} nodes never got all: {lost[:5]}")
         took = sorted(n.ended - n.begun for n in healthy if n.ended is not None)
-        return Found(
+        return PeersResult(
             read=self.read / (self.case.chunks * self.case.chunk),
             median=took[len(took) // 2],
             late=took[min(len(took) - 1, int(len(took) * 0.999))],
         )
 
-    def _die(self, node: Node) -> None:
+    def _die(self, node: SimulatedPeer) -> None:
         node.dead = True
 
-    def _start(self, node: Node) -> None:
+    def _start(self, node: SimulatedPeer) -> None:
         if node.dead:
             return
         node.begun = self.now
@@ -177,7 +177,7 @@ class World:
             node.askers = 0
         self._work(node)
 
-    def _work(self, node: Node) -> None:
+    def _work(self, node: SimulatedPeer) -> None:
         """Gives every idle worker something to do."""
         schedule = node.schedule
         if node.dead or schedule is None or node.ended is not None:
@@ -196,7 +196,7 @@ class World:
             node.looks = True
             self.after(POLL, self._look, node)
 
-    def _greeted(self, node: Node, peer: Node) -> None:
+    def _greeted(self, node: SimulatedPeer, peer: SimulatedPeer) -> None:
         assert node.schedule is not None
         if peer.dead:
             node.schedule.greeting_failed(peer.name, "refused", self.now)
@@ -204,11 +204,11 @@ class World:
             node.schedule.greeted(peer.name)
         self._work(node)
 
-    def _look(self, node: Node) -> None:
+    def _look(self, node: SimulatedPeer) -> None:
         node.looks = False
         self._work(node)
 
-    def _read(self, node: Node, ask: ChunkTransfer) -> None:
+    def _read(self, node: SimulatedPeer, ask: ChunkTransfer) -> None:
         size = self.case.chunk
         if node.unreadable:
             self.after(LATENCY, self._failed, node, ask, "source")
@@ -225,12 +225,12 @@ class World:
             lambda: self.after(max(LATENCY, down - self.now), self._was_read, node, ask, since),
         )
 
-    def _was_read(self, node: Node, ask: ChunkTransfer, since: float) -> None:
+    def _was_read(self, node: SimulatedPeer, ask: ChunkTransfer, since: float) -> None:
         if node.reads.get(ask) == since:  # else it was given up
             del node.reads[ask]
             self._got(node, ask)
 
-    def _drop_reads(self, node: Node) -> None:
+    def _drop_reads(self, node: SimulatedPeer) -> None:
         """Gives up what turns out to be read in vain; what came of it until then counts."""
         assert node.schedule is not None
         for ask, since in list(node.reads.items()):
@@ -242,7 +242,7 @@ class World:
                 node.schedule.drop(ask)
                 node.readers += 1
 
-    def _ask(self, node: Node, peer: Node, ask: ChunkTransfer) -> None:
+    def _ask(self, node: SimulatedPeer, peer: SimulatedPeer, ask: ChunkTransfer) -> None:
         if peer.dead:
             self.after(SILENCE, self._failed, node, ask, "silent")
         elif peer.schedule is None:
@@ -255,14 +255,16 @@ class World:
             patience = max(LATENCY, node.schedule.wait(ask))
             self.after(patience, self._waited, node, peer, ask, self.now)
 
-    def _waited(self, node: Node, peer: Node, ask: ChunkTransfer, since: float) -> None:
+    def _waited(
+        self, node: SimulatedPeer, peer: SimulatedPeer, ask: ChunkTransfer, since: float
+    ) -> None:
         waiting = peer.waiting.get(ask.number)
         if waiting is not None and (node, ask, since) in waiting:
             waiting.remove((node, ask, since))
             self._tell(node, peer)
             self._failed(node, ask, "silent" if peer.dead else "absent")
 
-    def _send(self, node: Node, peer: Node, ask: ChunkTransfer) -> None:
+    def _send(self, node: SimulatedPeer, peer: SimulatedPeer, ask: ChunkTransfer) -> None:
         size = self.case.chunk
         assert node.schedule is not None
         peer.free_up = max(peer.free_up, self.now) + size / peer.rate
@@ -275,7 +277,9 @@ class World:
         else:
             self.after(took, self._got, node, ask, peer)
 
-    def _got(self, node: Node, ask: ChunkTransfer, peer: Node | None = None) -> None:
+    def _got(
+        self, node: SimulatedPeer, ask: ChunkTransfer, peer: SimulatedPeer | None = None
+    ) -> None:
         schedule = node.schedule
         if node.dead or schedule is None:
             return
@@ -292,21 +296,21 @@ class World:
             node.ended = self.now
         self._work(node)
 
-    def _tell(self, node: Node, peer: Node) -> None:
+    def _tell(self, node: SimulatedPeer, peer: SimulatedPeer) -> None:
         """What a peer's answer says besides."""
         if peer.schedule is not None and node.schedule is not None and not peer.dead:
             has = self.all & ~peer.schedule.missing
             node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
             self._drop_reads(node)
 
-    def _failed(self, node: Node, ask: ChunkTransfer, why: FailureReason) -> None:
+    def _failed(self, node: SimulatedPeer, ask: ChunkTransfer, why: FailureReason) -> None:
         if node.schedule is None or node.dead:
             return
         self._back(node, ask)
         node.schedule.failed(ask, why, self.now)
         self._work(node)
 
-    def _back(self, node: Node, ask: ChunkTransfer) -> None:
+    def _back(self, node: SimulatedPeer, ask: ChunkTransfer) -> None:
         if ask.peer == SOURCE:
             node.readers += 1
         else:

@@ -41,7 +41,7 @@ NICE = 10  # as in forestage-peer.service
 RATE = 125_000_000  # bytes a second that are taken beside a job: 1 Gbit/s
 
 
-class Cost(NamedTuple):
+class ProcessCostPerGib(NamedTuple):
     """CPU-seconds for each GiB."""
 
     giver: float
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
     cp: float
 
 
-class Pair:
+class PeerPair:
     """A node that has a file of `mib` MiB, and copies of it by another one."""
 
     def __init__(self, folder: Path, mib: int) -> None:
@@ -64,17 +64,17 @@ class Pair:
         )
         self.node.give(self.image, self.source, CHUNK)
 
-    def cost(self) -> Cost:
+    def cost(self) -> ProcessCostPerGib:
         assert self.node.process is not None
-        before = _cpu(self.node.process.pid)
+        before = _read_thread_cpu(self.node.process.pid)
         shutil.rmtree(self.folder / "part", ignore_errors=True)  # here, at nobody's expense
-        taker = _waited(_forked(self.take))
-        giver = _cpu(self.node.process.pid) - before
+        taker = _wait_for_child(_fork_work(self.take))
+        giver = _read_thread_cpu(self.node.process.pid) - before
         target = self.folder / "copy"
         target.unlink(missing_ok=True)
         command = f"cp {self.source} {target} && exec sync {target}"
-        cp = _waited(_forked(lambda: os.execvp("sh", ["sh", "-c", command])))
-        return Cost(*(seconds * GIB / self.size for seconds in (giver, taker, cp)))
+        cp = _wait_for_child(_fork_work(lambda: os.execvp("sh", ["sh", "-c", command])))
+        return ProcessCostPerGib(*(seconds * GIB / self.size for seconds in (giver, taker, cp)))
 
     def take(self) -> None:
         """As a stager does it."""
@@ -100,7 +100,7 @@ class Pair:
             while True:
                 self.take()
 
-        pid = _forked(take)
+        pid = _fork_work(take)
         try:
             yield
         finally:
@@ -108,35 +108,35 @@ class Pair:
             os.waitpid(pid, 0)
 
 
-def costs(mib: int, rounds: int = 5) -> Cost:
+def measure_costs(mib: int, rounds: int = 5) -> ProcessCostPerGib:
     """Medians."""
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), mib)
+        pair = PeerPair(Path(folder), mib)
         with pair.node.serving():
             pair.cost()  # what is made once: files, the session
             each = zip(*(pair.cost() for _ in range(rounds)), strict=True)
-            return Cost(*map(statistics.median, each))
+            return ProcessCostPerGib(*map(statistics.median, each))
 
 
-def beside(mib: int, pairs: int) -> list[float]:
+def measure_job_slowdown(mib: int, pairs: int) -> list[float]:
     """How many times as long a job took on the giver's own processor while it gave at RATE."""
     first, *_, last = sorted(os.sched_getaffinity(0)) * 2
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), mib)
+        pair = PeerPair(Path(folder), mib)
         pair.node.configure(bandwidth=RATE)
         with pair.node.serving():
             assert pair.node.process is not None
             os.setpriority(os.PRIO_PROCESS, pair.node.process.pid, NICE)
             os.sched_setaffinity(pair.node.process.pid, {first})
             for _ in range(pairs):
-                alone = _job(first)
+                alone = _time_busy_job(first)
                 with pair.taken(last):
-                    ratios.append(_job(first) / alone)
+                    ratios.append(_time_busy_job(first) / alone)
     return ratios
 
 
-def _job(cpu: int) -> float:
+def _time_busy_job(cpu: int) -> float:
     """Seconds of a job of one thread that computes."""
 
     def work() -> None:
@@ -146,11 +146,11 @@ def _job(cpu: int) -> float:
             hashlib.sha256(data).digest()
 
     start = time.perf_counter()
-    _waited(_forked(work))
+    _wait_for_child(_fork_work(work))
     return time.perf_counter() - start
 
 
-def _forked(work: Callable[[], None]) -> int:
+def _fork_work(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -162,7 +162,7 @@ def _forked(work: Callable[[], None]) -> int:
     return pid
 
 
-def _waited(pid: int) -> float:
+def _wait_for_child(pid: int) -> float:
     """The CPU-seconds of a child that has ended well."""
     _, status, usage = os.wait4(pid, 0)
     if status:
@@ -170,7 +170,7 @@ def _waited(pid: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _cpu(pid: int) -> float:
+def _read_thread_cpu(pid: int) -> float:
     """CPU-seconds of a process' threads so far; /proc/PID/stat has only hundredths."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(one.read_text().split()[0]) for one in files) / 1e9

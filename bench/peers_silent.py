@@ -64,7 +64,7 @@ QUANTUM = 256 << 10  # bytes that one reader gets before the next one has its tu
 _fork = multiprocessing.get_context("fork")
 
 
-class Source:
+class LimitedSource:
     """A file that gives all readers together `rate` bytes a second; it counts them."""
 
     def __init__(self, path: Path, rate: float) -> None:
@@ -85,14 +85,14 @@ class Source:
                 self.given.value += len(piece)
 
 
-class Result(NamedTuple):
+class SilentPeersResult(NamedTuple):
     """Seconds of each copy, and images that the source gave."""
 
     seconds: list[float]
     read: float
 
 
-class Site:
+class SilentPeersSite:
     """The nodes of one job and the image that they copy."""
 
     def __init__(self, folder: Path, count: int, options: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ class Site:
                 node.start(before)
             yield
 
-    def copy(self, node: Node, source: Source, peers: bool) -> float:
+    def copy(self, node: Node, source: LimitedSource, peers: bool) -> float:
         """Copies as a stager does, and returns the seconds that it took."""
         content = ReadableSource(source.fd, None, self.size, str(self.file), read=source.read)
         part = node.cache.part(self.image.key)
@@ -156,16 +156,18 @@ class Site:
             while piece := opened.read(self.chunk):
                 yield piece
 
-    def copies(self, nodes: Sequence[Node], shared: bool, spread: float, peers: bool) -> Result:
+    def copies(
+        self, nodes: Sequence[Node], shared: bool, spread: float, peers: bool
+    ) -> SilentPeersResult:
         """Has these nodes copy at the same time, each in a process of its own."""
         rate = self.options.rate * MIB
-        one = Source(self.file, rate)
-        sources = [one if shared else Source(self.file, rate) for _ in nodes]
+        one = LimitedSource(self.file, rate)
+        sources = [one if shared else LimitedSource(self.file, rate) for _ in nodes]
         ends = [os.pipe() for _ in nodes]
         pids = []
         for number, (node, source, (_, end)) in enumerate(zip(nodes, sources, ends, strict=True)):
             late = spread * number / max(1, len(nodes) - 1)
-            pids.append(_forked(self._report, node, source, peers, end, late))
+            pids.append(_fork_work(self._report, node, source, peers, end, late))
             os.close(end)
         seconds = []
         for begin, _ in ends:
@@ -176,30 +178,32 @@ class Site:
         given = one.given.value if shared else sum(source.given.value for source in sources)
         for source in {id(source): source for source in sources}.values():
             os.close(source.fd)
-        return Result(seconds, given / self.size)
+        return SilentPeersResult(seconds, given / self.size)
 
-    def _report(self, node: Node, source: Source, peers: bool, end: int, late: float) -> None:
+    def _report(
+        self, node: Node, source: LimitedSource, peers: bool, end: int, late: float
+    ) -> None:
         time.sleep(late)
         os.write(end, f"{self.copy(node, source, peers):.3f}".encode())
 
 
-Case = Callable[[Site], contextlib.AbstractContextManager[list[Node]]]
+Case = Callable[[SilentPeersSite], contextlib.AbstractContextManager[list[Node]]]
 
 
 @contextlib.contextmanager
-def off(site: Site) -> Iterator[list[Node]]:
+def start_without_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     with _copier(site) as node:
         yield [node]
 
 
 @contextlib.contextmanager
-def refused(site: Site) -> Iterator[list[Node]]:
+def start_refusing_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     with _at_one_port(site, free_port()) as nodes:
         yield nodes
 
 
 @contextlib.contextmanager
-def dropped(site: Site) -> Iterator[list[Node]]:
+def start_dropping_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         port = listener.getsockname()[1]
@@ -211,14 +215,14 @@ def dropped(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def mute(site: Site) -> Iterator[list[Node]]:
+def start_mute_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
         yield undo.enter_context(_at_one_port(site, listener.getsockname()[1]))
 
 
 @contextlib.contextmanager
-def stopped(site: Site) -> Iterator[list[Node]]:
+def start_stopped_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     other = site.node("n2")
     with site.serving([other]):
         assert other.process is not None
@@ -228,7 +232,7 @@ def stopped(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def version(site: Site) -> Iterator[list[Node]]:
+def start_other_version_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     other = site.node("n2")
     before = "auth.PROTOCOL = 'forestage-0'\n"
     with site.serving([other], before), _at_one_port(site, other.port) as nodes:
@@ -236,7 +240,7 @@ def version(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def missing(site: Site) -> Iterator[list[Node]]:
+def start_peers_without_image(site: SilentPeersSite) -> Iterator[list[Node]]:
     port = free_port()
     argv = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as server:
@@ -250,7 +254,7 @@ def missing(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def key(site: Site) -> Iterator[list[Node]]:
+def start_peers_with_other_key(site: SilentPeersSite) -> Iterator[list[Node]]:
     other = site.node("n2")
     (other.places.etc / "peer.key").write_bytes(b"x" * 64)
     with site.serving([other]), _at_one_port(site, other.port) as nodes:
@@ -258,7 +262,7 @@ def key(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def half(site: Site) -> Iterator[list[Node]]:
+def start_half_of_the_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     nodes = [site.node(name) for name in site.names[::2]]
     closed = free_port()
     find_at(dict.fromkeys(site.names[1::2], f"127.0.0.1:{closed}"))
@@ -268,7 +272,7 @@ def half(site: Site) -> Iterator[list[Node]]:
 
 
 @contextlib.contextmanager
-def healthy(site: Site) -> Iterator[list[Node]]:
+def start_healthy_peers(site: SilentPeersSite) -> Iterator[list[Node]]:
     nodes = [site.node(name) for name in site.names]
     find_at({node.name: f"127.0.0.1:{node.port}" for node in nodes})
     with site.serving(nodes):
@@ -276,13 +280,21 @@ def healthy(site: Site) -> Iterator[list[Node]]:
 
 
 CASES: dict[str, Case] = {
-    case.__name__: case
-    for case in (off, refused, dropped, mute, stopped, version, missing, key, half, healthy)
+    "off": start_without_peers,
+    "refused": start_refusing_peers,
+    "dropped": start_dropping_peers,
+    "mute": start_mute_peers,
+    "stopped": start_stopped_peers,
+    "version": start_other_version_peers,
+    "missing": start_peers_without_image,
+    "key": start_peers_with_other_key,
+    "half": start_half_of_the_peers,
+    "healthy": start_healthy_peers,
 }
 
 
 @contextlib.contextmanager
-def _copier(site: Site) -> Iterator[Node]:
+def _copier(site: SilentPeersSite) -> Iterator[Node]:
     node = site.node(site.names[0])
     try:
         yield node
@@ -291,14 +303,14 @@ def _copier(site: Site) -> Iterator[Node]:
 
 
 @contextlib.contextmanager
-def _at_one_port(site: Site, port: int) -> Iterator[list[Node]]:
+def _at_one_port(site: SilentPeersSite, port: int) -> Iterator[list[Node]]:
     """The node that copies; all others are found at this port."""
     find_at(dict.fromkeys(site.names[1:], f"127.0.0.1:{port}"))
     with _copier(site) as node:
         yield [node]
 
 
-def _forked(work: Callable[..., None], *what: object) -> int:
+def _fork_work(work: Callable[..., None], *what: object) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -313,12 +325,12 @@ def _forked(work: Callable[..., None], *what: object) -> int:
 
 
 @contextlib.contextmanager
-def _burning(count: int) -> Iterator[None]:
+def _burn_processors(count: int) -> Iterator[None]:
     def burn() -> None:
         while True:
             pass
 
-    pids = [_forked(burn) for _ in range(count)]
+    pids = [_fork_work(burn) for _ in range(count)]
     try:
         yield
     finally:
@@ -327,7 +339,7 @@ def _burning(count: int) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
-def alone(site: Site, names: Sequence[str], rounds: int) -> str:
+def print_cases_alone(site: SilentPeersSite, names: Sequence[str], rounds: int) -> str:
     """Print each case as a ratio to `off` of the same rounds, and return the worst one's."""
     took: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
@@ -349,12 +361,12 @@ def alone(site: Site, names: Sequence[str], rounds: int) -> str:
     return f"worst{len(site.names)}={worst / base:.2f}"
 
 
-def together(site: Site, options: argparse.Namespace) -> str:
+def print_copies_together(site: SilentPeersSite, options: argparse.Namespace) -> str:
     """Print what each round took and read, and return the most that was read with peers."""
     most = 0.0
     for number in range(options.rounds):
         for peers in (False, True):
-            with healthy(site) as nodes, _burning(options.burn):
+            with start_healthy_peers(site) as nodes, _burn_processors(options.burn):
                 result = site.copies(nodes, shared=True, spread=options.spread, peers=peers)
             said = " ".join(f"{one:.2f}" for one in result.seconds)
             print(
@@ -367,7 +379,7 @@ def together(site: Site, options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = busy.Bench("peers-silent", __doc__, "5 minutes")
+    parser = busy.BenchOptions("peers-silent", __doc__, "5 minutes")
     parser.add_argument("--nodes", default="2,8")
     parser.add_argument("--mib", type=int, default=96)
     parser.add_argument("--chunk-mib", type=float, default=4)
@@ -379,14 +391,16 @@ def main() -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--spread", type=float, default=0.0)
     parser.add_argument("--burn", type=int, default=0)
-    options, load = parser.begin(), busy.Load()
+    options, load = parser.begin(), busy.MachineLoad()
     figures = []
     for count in map(int, options.nodes.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            site = Site(Path(folder), count, options)
+            site = SilentPeersSite(Path(folder), count, options)
             names = options.cases.split(",")
             figures.append(
-                together(site, options) if options.together else alone(site, names, options.rounds)
+                print_copies_together(site, options)
+                if options.together
+                else print_cases_alone(site, names, options.rounds)
             )
     print(load.last(" ".join(figures)))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import busy
 import copies_model
-from peers_model import Case, Found, World
+from peers_model import PeersCase, PeersResult, PeersSimulation
 
 MIB = 1 << 20
 LINK = 3.125e9  # bytes a second: 25 Gbit/s
@@ -30,35 +30,35 @@ TROUBLES = {
 }
 
 
-class Row(NamedTuple):
+class PeersTableRow(NamedTuple):
     """One case and what came of it; `bound` in seconds: the image through the narrowest link."""
 
     nodes: int
     trouble: str
     bound: float
-    found: Found
+    found: PeersResult
 
 
-def case(nodes: int, trouble: str) -> Case:
+def make_case(nodes: int, trouble: str) -> PeersCase:
     count = CHUNKS.get(nodes, FEW)
     chunk = IMAGE // count if nodes in CHUNKS else 16 * MIB
-    return Case(nodes, count, chunk, LINK, SOURCE)._replace(**TROUBLES[trouble])
+    return PeersCase(nodes, count, chunk, LINK, SOURCE)._replace(**TROUBLES[trouble])
 
 
-def run(nodes: int, trouble: str) -> Row:
-    made = case(nodes, trouble)
+def run_case(nodes: int, trouble: str) -> PeersTableRow:
+    made = make_case(nodes, trouble)
     bound = made.chunks * made.chunk / min(LINK, SOURCE)
-    return Row(nodes, trouble, bound, World(made).run())
+    return PeersTableRow(nodes, trouble, bound, PeersSimulation(made).run())
 
 
-def troubles(nodes: int) -> list[str]:
+def list_troubles(nodes: int) -> list[str]:
     """Those that are worth their time: a hundredth of 16 nodes is none, of 1024 takes long."""
     if nodes < 16 or nodes == 10_000:
         return ["all well"]
     return [name for name in TROUBLES if nodes in (64, 256) or not name.startswith("1 %")]
 
 
-def told(row: Row) -> str:
+def format_row(row: PeersTableRow) -> str:
     found = row.found
     direct = max(row.bound, row.bound * LINK * row.nodes / SOURCE)
     return (
@@ -67,7 +67,7 @@ def told(row: Row) -> str:
     )
 
 
-def plot(rows: list[Row]) -> str:
+def draw_plot(rows: list[PeersTableRow]) -> str:
     """Seconds over the bound for each number of nodes, as SVG; readable on light and on dark."""
     width, height, left, top = 640, 320, 60, 20
     sizes = sorted({row.nodes for row in rows})
@@ -102,7 +102,7 @@ def plot(rows: list[Row]) -> str:
     return "\n".join([*drawn, "</svg>", ""])
 
 
-def finding(most: int) -> Iterator[str]:
+def format_warm_copies(most: int) -> Iterator[str]:
     """How many copies find a warm node of another job, of those that some node could serve."""
     yield "| nodes | what | copies | a node had it | found | questions | tried |"
     yield "|--:|---|--:|--:|--:|--:|--:|"
@@ -117,8 +117,8 @@ def finding(most: int) -> Iterator[str]:
     rows[1:1] = [(2000, name) for name in worlds]
     for nodes, name in rows:
         if nodes <= max(200, most):
-            found = copies_model.World(
-                copies_model.Case(nodes=nodes)._replace(**worlds[name])
+            found = copies_model.CopiesSimulation(
+                copies_model.CopiesCase(nodes=nodes)._replace(**worlds[name])
             ).run()
             yield (
                 f"| {nodes} | {name} | {found.copies} | {found.oracle} | {found.gain:.1%}"
@@ -127,20 +127,20 @@ def finding(most: int) -> Iterator[str]:
 
 
 def main() -> None:
-    options = busy.Bench("peers-model", __doc__, "5 minutes; rewrites docs/peers-model.svg")
+    options = busy.BenchOptions("peers-model", __doc__, "5 minutes; rewrites docs/peers-model.svg")
     options.add_argument("nodes", nargs="?", type=int, default=10_000, help="at most")
-    most, load = options.begin().nodes, busy.Load()
+    most, load = options.begin().nodes, busy.MachineLoad()
     start, rows = time.process_time(), []
     print("| nodes | trouble | read : image | bound s | direct s | half s | 99.9 % s | : bound |")
     print("|--:|---|--:|--:|--:|--:|--:|--:|")
     for nodes in [size for size in (*CHUNKS, 10_000) if size <= most]:
-        for trouble in troubles(nodes):
-            rows.append(run(nodes, trouble))
-            print(told(rows[-1]), flush=True)
-    for line in finding(most):
+        for trouble in list_troubles(nodes):
+            rows.append(run_case(nodes, trouble))
+            print(format_row(rows[-1]), flush=True)
+    for line in format_warm_copies(most):
         print(line, flush=True)
     if most >= 10_000:
-        (Path(__file__).parent.parent / "docs/peers-model.svg").write_text(plot(rows))
+        (Path(__file__).parent.parent / "docs/peers-model.svg").write_text(draw_plot(rows))
     worst = max(row.found.read for row in rows if row.trouble == "all well")
     print(load.last(f"cpu={time.process_time() - start:.0f}s worst_read={worst:.2f}"))
     if worst > 1.1:

@@ -18,7 +18,7 @@ EVERY = 0.5  # seconds; looking takes processors from those that are looked at
 
 
 @dataclass
-class Load:
+class ProcessLoad:
     """Of one kind of process: CPU-seconds of all together, the most memory that one had (bytes)."""
 
     cpu: float = 0.0
@@ -26,7 +26,7 @@ class Load:
 
 
 @dataclass
-class Watch:
+class ProcessWatch:
     """Looks now and then, as long as it is entered, at processes that end when they are done.
 
     `busy`: how much of all this machine's processors was used, from 0 to 1, by whomever.
@@ -38,10 +38,10 @@ class Watch:
     _last: dict[int, tuple[str, float, int]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProcessWatch:
         self._look()
         self._before = {pid: cpu for pid, (_, cpu, _) in self._last.items()}
-        self._ticks = machine()
+        self._ticks = read_processor_ticks()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -50,11 +50,13 @@ class Watch:
         self._stop.set()
         self._thread.join()
         self._look()
-        busy, total = (now - then for now, then in zip(machine(), self._ticks, strict=True))
+        busy, total = (
+            now - then for now, then in zip(read_processor_ticks(), self._ticks, strict=True)
+        )
         self.busy = busy / max(1, total)
 
-    def load(self, name: str) -> Load:
-        load = Load()
+    def load(self, name: str) -> ProcessLoad:
+        load = ProcessLoad()
         for pid, (comm, cpu, memory) in self._last.items():
             if comm == name:
                 load.cpu += cpu - self._before.get(pid, 0.0)
@@ -66,7 +68,7 @@ class Watch:
             self._look()
 
     def _look(self) -> None:
-        for pid in _pids():
+        for pid in _list_pids():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 self._note(pid)
 
@@ -79,21 +81,21 @@ class Watch:
             return
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         cpu = (int(words[11]) + int(words[12])) / TICKS  # proc(5): utime, stime
-        memory = _anonymous(Path(f"/proc/{pid}/status").read_text())
+        memory = _read_anonymous_memory(Path(f"/proc/{pid}/status").read_text())
         self._last[pid] = (comm, cpu, max(memory, known[2] if known else 0))
 
 
-def machine() -> tuple[int, int]:
+def read_processor_ticks() -> tuple[int, int]:
     """Ticks that all processors together were busy, and that have gone by."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def _pids() -> Iterator[int]:
+def _list_pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _anonymous(status: str) -> int:
+def _read_anonymous_memory(status: str) -> int:
     for line in status.splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10

@@ -15,9 +15,9 @@ Two ways run at once, on a cluster each. Host and nodes make a pass every few se
 every minute, as jobs are that much shorter. On each node a job's step reads the whole image, as
 unpacking does, and then sleeps for as long as the job runs. `s` is from slurmctld's start of the
 job to the image's last byte on a node, of all nodes of the jobs that waited for more than a second;
-Slurm's own start of job and step is in it. `later`: jobs that started more than a second later than
-without prefetch, since the first one was submitted; `by`: the most. `read`: images that the file
-server gave, for each start on a node.
+Slurm's own start of job and step is in it. `find_delays`: jobs that started more than a second
+later than without prefetch, since the first one was submitted; `by`: the most. `read`: images that
+the file server gave, for each start on a node.
 
 Then a pass of the prefetch host on a slurmctld of its own, with 10,000 jobs (prefetch_pending.py).
 """
@@ -54,9 +54,9 @@ from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import EVENTS, MIB, Fleet, networked  # noqa: E402
 from host import wait_until  # noqa: E402
 from jobs import CLI  # noqa: E402
-from memory import printed  # noqa: E402
-from peers_watch import machine  # noqa: E402
-from prefetch_model import zipf  # noqa: E402
+from memory import print_in_memory  # noqa: E402
+from peers_watch import read_processor_ticks  # noqa: E402
+from prefetch_model import draw_zipf  # noqa: E402
 from spec import ALICE, LOGIN, STORE, USERS, Net  # noqa: E402
 
 from forestage import events  # noqa: E402
@@ -91,7 +91,7 @@ SUBMITTED = re.compile(AT + r"_slurm_rpc_submit_batch_job: JobId=(\d+)", re.MULT
 ENDED = re.compile(AT + r"_job_complete: JobId=(\d+) done", re.MULTILINE)
 
 
-class Job(NamedTuple):
+class PrefetchJob(NamedTuple):
     image: str
     user: str
     nodes: int
@@ -99,7 +99,7 @@ class Job(NamedTuple):
     limit: int  # minutes
 
 
-class Read(NamedTuple):
+class ImageRead(NamedTuple):
     """Of a node of a job that waited: seconds until it had read the image; `cold`: no copy was."""
 
     job: int  # the first is 0
@@ -109,10 +109,10 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class PrefetchRun:
     """One seed's jobs, one way. `asked`, `starts`: by job, in seconds since the first was asked."""
 
-    reads: Sequence[Read]
+    reads: Sequence[ImageRead]
     asked: Sequence[float]
     starts: Sequence[float]
     makespan: float
@@ -121,9 +121,11 @@ class Run:
     busy: float
 
 
-def jobs(seed: int, count: int, runs: tuple[int, int], images: Sequence[str]) -> list[Job]:
+def make_jobs(
+    seed: int, count: int, runs: tuple[int, int], images: Sequence[str]
+) -> list[PrefetchJob]:
     chance = random.Random(seed)
-    names = zipf(len(images), chance)
+    names = draw_zipf(len(images), chance)
     low, high = runs
     found = []
     for number in range(count):
@@ -131,7 +133,7 @@ def jobs(seed: int, count: int, runs: tuple[int, int], images: Sequence[str]) ->
         nodes = 1 if chance.random() < 0.5 else chance.randint(1, MOST_NODES)
         limit = -(-seconds * chance.choice(LIMITS) // 60)
         image = images[int(next(names)[1:])]
-        found.append(Job(image, USERS[number % len(USERS)].name, nodes, seconds, limit))
+        found.append(PrefetchJob(image, USERS[number % len(USERS)].name, nodes, seconds, limit))
     return found
 
 
@@ -139,7 +141,7 @@ Work = Callable[[threading.Event], object]
 """Ends early once the event is set."""
 
 
-class Timers:
+class TimerThreads:
     """What systemd's do on real hosts: works that are done now and then, until the end."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -159,7 +161,7 @@ class Timers:
         except Exception as error:
             self._failed.append(error)
 
-    def __enter__(self) -> Timers:
+    def __enter__(self) -> TimerThreads:
         for thread in self._threads:
             thread.start()
         return self
@@ -172,7 +174,7 @@ class Timers:
             raise self._failed[0]
 
 
-class Bench:
+class PrefetchBench:
     """A cluster with images, on which jobs are run one way and another."""
 
     def __init__(self, fleet: Fleet, options: argparse.Namespace) -> None:
@@ -193,7 +195,7 @@ class Bench:
         own = {"max_size": room, "min_free": "1%", "redirect": "spank", "cold": "auto"}
         self.fleet.configure(**{**own, **peering(self.options), **keys})
 
-    def prepare(self, way: str, chosen: Sequence[Job]) -> None:
+    def prepare(self, way: str, chosen: Sequence[PrefetchJob]) -> None:
         """Empty caches, or full ones; nobody knows of a queue."""
         fleet, cluster = self.fleet, self.fleet.cluster
         fleet.reset()
@@ -209,22 +211,22 @@ class Bench:
         elif way not in NOTHING:
             self.configure(prefetch={"host": LOGIN, "bandwidth": self.options.bandwidth * MIB})
 
-    def run(self, way: str, chosen: Sequence[Job]) -> Run:
+    def run(self, way: str, chosen: Sequence[PrefetchJob]) -> PrefetchRun:
         fleet, cluster = self.fleet, self.fleet.cluster
-        made: dict[int, Job] = {}
+        made: dict[int, PrefetchJob] = {}
         skip = self.log.stat().st_size  # what earlier jobs wrote
-        ticks, before = machine(), fleet.read_of_store()
-        with Timers(self.works(way, made)):
+        ticks, before = read_processor_ticks(), fleet.read_of_store()
+        with TimerThreads(self.works(way, made)):
             for job in chosen:
                 wait_until(lambda: self.waiting(skip, made) < QUEUE, 600, cluster.overview, 0.2)
                 made[self.submit(job)] = job
             cluster.wait_idle(900)
-        used, total = (now - then for now, then in zip(machine(), ticks, strict=True))
+        used, total = (now - then for now, then in zip(read_processor_ticks(), ticks, strict=True))
         read = (fleet.read_of_store() - before) / self.mean
         fleet.end_stagers()
         return self.result(made, skip, read, used / total)
 
-    def works(self, way: str, made: Mapping[int, Job]) -> list[Work]:
+    def works(self, way: str, made: Mapping[int, PrefetchJob]) -> list[Work]:
         if way in (*NOTHING, "warm"):
             return []
         host = partial(self.popular, made) if way == "popular" else partial(self.pass_of, LOGIN)
@@ -243,7 +245,7 @@ class Bench:
         if at_work.returncode and not end.is_set():
             raise ClusterError(f"{node}: {said}")
 
-    def waiting(self, skip: int, made: Mapping[int, Job]) -> int:
+    def waiting(self, skip: int, made: Mapping[int, PrefetchJob]) -> int:
         return len(made) - len(STARTED.findall(self.said(skip)))
 
     def said(self, skip: int) -> str:
@@ -251,13 +253,13 @@ class Bench:
             file.seek(skip)
             return file.read().decode(errors="replace")
 
-    def submit(self, job: Job) -> int:
+    def submit(self, job: PrefetchJob) -> int:
         where = [f"--nodes={job.nodes}", "--exclusive", f"--time={job.limit}", "--output=/dev/null"]
         script = SCRIPT.format(image=job.image, read=READ, seconds=job.seconds)
         hint = f"--comment=stage={job.image}"
         return self.fleet.cluster.submit(script, *where, hint, "--no-requeue", user=job.user)
 
-    def popular(self, made: Mapping[int, Job], _: threading.Event) -> None:
+    def popular(self, made: Mapping[int, PrefetchJob], _: threading.Event) -> None:
         """The list of what started most often, as the host writes its own."""
         seen = Counter[str]()
         for _, number, nodes in STARTED.findall(self.said(0)):
@@ -270,7 +272,7 @@ class Bench:
         )
         expected_list.write_list(places(self.fleet.cluster, None), listed)
 
-    def stage_all(self, chosen: Sequence[Job]) -> None:
+    def stage_all(self, chosen: Sequence[PrefetchJob]) -> None:
         """Has all images of these jobs on all nodes."""
         cluster, links = self.fleet.cluster, self.fleet.links
         self.configure(max_size="99%")
@@ -291,11 +293,15 @@ class Bench:
             within = ["ip", "netns", "exec", name]
             cluster.run([*within, *net.shape("eth0", mbit)], user="root")
 
-    def result(self, made: Mapping[int, Job], skip: int, read: float, busy: float) -> Run:
+    def result(
+        self, made: Mapping[int, PrefetchJob], skip: int, read: float, busy: float
+    ) -> PrefetchRun:
         said = self.said(skip)
-        asked = {int(number): when(at) for at, number in SUBMITTED.findall(said)}
-        ended = {int(number): when(at) for at, number in ENDED.findall(said)}
-        began = {int(job): (when(at), expand_nodelist(on)) for at, job, on in STARTED.findall(said)}
+        asked = {int(number): parse_time(at) for at, number in SUBMITTED.findall(said)}
+        ended = {int(number): parse_time(at) for at, number in ENDED.findall(said)}
+        began = {
+            int(job): (parse_time(at), expand_nodelist(on)) for at, job, on in STARTED.findall(said)
+        }
         if not began.keys() == ended.keys() == made.keys():
             raise ClusterError(f"not all jobs ran: {made.keys()} {began} {ended}")
         hits = {node: self.hits(node) for node in self.fleet.cluster.nodes}
@@ -305,9 +311,9 @@ class Bench:
             for node in nodes:
                 done = float(self.fleet.cluster.read(f"{READ}/{number}", node))
                 if start - asked[number] > 1:
-                    reads.append(Read(place, node, done - start, number not in hits[node]))
+                    reads.append(ImageRead(place, node, done - start, number not in hits[node]))
         first = min(asked.values())
-        return Run(
+        return PrefetchRun(
             reads=reads,
             asked=[round(asked[number] - first, 3) for number in sorted(made)],
             starts=[round(began[number][0] - first, 3) for number in sorted(made)],
@@ -328,42 +334,42 @@ def places(cluster: Cluster, node: str | None) -> NodePaths:
     return NodePaths(cluster.host_path("/", node))
 
 
-def when(text: str) -> float:
+def parse_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
 # The table
 
-Runs = Mapping[str, Mapping[int, Run]]  # by way, by seed
+Runs = Mapping[str, Mapping[int, PrefetchRun]]  # by way, by seed
 
 
-def seconds(runs: Mapping[int, Run]) -> list[float]:
+def seconds(runs: Mapping[int, PrefetchRun]) -> list[float]:
     return sorted(one.seconds for run in runs.values() for one in run.reads)
 
 
-def part(values: Sequence[float], share: float) -> float:
+def find_quantile(values: Sequence[float], share: float) -> float:
     """The value below which so many of the values are."""
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
-def ratios(runs: Runs, way: str, of: Callable[[Run], float]) -> list[float]:
+def list_ratios(runs: Runs, way: str, of: Callable[[PrefetchRun], float]) -> list[float]:
     """To `none`, by seed."""
     return [of(run) / of(runs["none"][seed]) for seed, run in runs[way].items()]
 
 
-def makespan(run: Run) -> float:
+def makespan(run: PrefetchRun) -> float:
     return run.makespan
 
 
-def wait(run: Run) -> float:
+def wait(run: PrefetchRun) -> float:
     return run.wait
 
 
-def mean(run: Run) -> float:
+def mean(run: PrefetchRun) -> float:
     return statistics.mean(one.seconds for one in run.reads)
 
 
-def later(runs: Runs, way: str) -> list[float]:
+def find_delays(runs: Runs, way: str) -> list[float]:
     """By how much jobs started later than without, of those for which it is over a second."""
     found = []
     for seed, run in runs[way].items():
@@ -372,20 +378,24 @@ def later(runs: Runs, way: str) -> list[float]:
     return found
 
 
-def table(runs: Runs) -> Iterator[str]:
+def format_table(runs: Runs) -> Iterator[str]:
     yield "| | starts | cold % | s | to none | from | to | half | nine tenths | most | read |"
     yield "|:--" + "|--:" * 10 + "|"
     for way, one in runs.items():
         took = seconds(one)
         cold = statistics.mean(read.cold for run in one.values() for read in run.reads)
         figures = [f"{len(took)}", f"{100 * cold:.0f}", f"{statistics.mean(took):.2f}"]
-        figures += spread(ratios(runs, way, mean))
-        figures += [f"{part(took, 0.5):.1f}", f"{part(took, 0.9):.1f}", f"{took[-1]:.1f}"]
+        figures += format_spread(list_ratios(runs, way, mean))
+        figures += [
+            f"{find_quantile(took, 0.5):.1f}",
+            f"{find_quantile(took, 0.9):.1f}",
+            f"{took[-1]:.1f}",
+        ]
         figures.append(f"{statistics.mean(run.read for run in one.values()):.2f}")
         yield f"| {way} | {' | '.join(figures)} |"
 
 
-def course(runs: Runs) -> Iterator[str]:
+def format_makespans(runs: Runs) -> Iterator[str]:
     """What becomes of the jobs as a whole."""
     columns = "s | to none | from | to"
     yield f"| | makespan {columns} | wait {columns} | later | by s | busy % |"
@@ -394,38 +404,38 @@ def course(runs: Runs) -> Iterator[str]:
         figures = []
         for of in (makespan, wait):
             figures.append(f"{statistics.mean(map(of, one.values())):.0f}")
-            figures += spread(ratios(runs, way, of))
-        late = later(runs, way)
+            figures += format_spread(list_ratios(runs, way, of))
+        late = find_delays(runs, way)
         figures += [f"{len(late)}", f"{max(late, default=0):.1f}"]
         figures.append(f"{100 * statistics.mean(run.busy for run in one.values()):.0f}")
         yield f"| {way} | {' | '.join(figures)} |"
 
 
-def spread(values: Sequence[float]) -> list[str]:
+def format_spread(values: Sequence[float]) -> list[str]:
     return [f"{one:.2f}" for one in (statistics.mean(values), min(values), max(values))]
 
 
-def summary(runs: Runs) -> str:
+def format_summary(runs: Runs) -> str:
     """The p90 beside that of `warm`; all others to `none`."""
     third = next(way for way in runs if way in ("popular", "again"))
     took = {way: seconds(one) for way, one in runs.items()}
-    readable = {way: statistics.mean(ratios(runs, way, mean)) for way in runs}
-    p90 = part(took["queue"], 0.9) - part(took["warm"], 0.9)
-    spans, waits = (statistics.mean(ratios(runs, "queue", of)) for of in (makespan, wait))
+    readable = {way: statistics.mean(list_ratios(runs, way, mean)) for way in runs}
+    p90 = find_quantile(took["queue"], 0.9) - find_quantile(took["warm"], 0.9)
+    spans, waits = (statistics.mean(list_ratios(runs, "queue", of)) for of in (makespan, wait))
     return (
         f"readable={readable['queue']:.2f} {third}={readable[third]:.2f}"
         f" warm={readable['warm']:.2f} p90_over_warm={p90:.1f} makespan={spans:.2f}"
-        f" wait={waits:.2f} later={len(later(runs, 'queue'))}"
+        f" wait={waits:.2f} later={len(find_delays(runs, 'queue'))}"
     )
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    load, begun = busy.Load(), time.monotonic()
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    load, begun = busy.MachineLoad(), time.monotonic()
     pairs = (PAIRS[0], ("again", "warm")) if options.again else PAIRS
-    found: dict[str, dict[int, Run]] = {way: {} for pair in pairs for way in pair}
+    found: dict[str, dict[int, PrefetchRun]] = {way: {} for pair in pairs for way in pair}
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor())  # ends after the clusters
-        benches = [stack.enter_context(made(options)) for _ in range(2)]
+        benches = [stack.enter_context(start_bench_cluster(options)) for _ in range(2)]
         yield (
             f"{IMAGES} images of {benches[0].mean / MIB:.0f} MiB, node links"
             f" {options.node_mbit:g} Mbit/s, file servers' {options.store_mbit:g},"
@@ -434,19 +444,19 @@ def run(options: argparse.Namespace) -> Iterator[str]:
             f" {os.cpu_count()} processors for all of it\n"
         )
         for seed in range(1, 1 + options.seeds):
-            chosen = jobs(seed, options.jobs, options.runs, list(benches[0].sizes))
+            chosen = make_jobs(seed, options.jobs, options.runs, list(benches[0].sizes))
             for pair in pairs:
-                list(pool.map(Bench.prepare, benches, pair, [chosen] * 2))
-                runs = pool.map(Bench.run, benches, pair, [chosen] * 2)
+                list(pool.map(PrefetchBench.prepare, benches, pair, [chosen] * 2))
+                runs = pool.map(PrefetchBench.run, benches, pair, [chosen] * 2)
                 for way, one in zip(pair, runs, strict=True):
                     found[way][seed] = one
                     if options.trace:
                         yield f"{time.monotonic() - begun:.0f} s, seed {seed}, {way}: {one}"
-    yield from (*table(found), "", *course(found), "")
-    rounds = prefetch_pending.run(options.pending, options.cloud)
-    yield from (*prefetch_pending.table(rounds), "")
+    yield from (*format_table(found), "", *format_makespans(found), "")
+    rounds = prefetch_pending.run_passes(options.pending, options.cloud)
+    yield from (*prefetch_pending.format_table(rounds), "")
     yield f"{time.monotonic() - begun:.0f} s\n"
-    yield load.last(f"{summary(found)} {prefetch_pending.summary(rounds)}")
+    yield load.last(f"{format_summary(found)} {prefetch_pending.format_summary(rounds)}")
 
 
 def peering(options: argparse.Namespace) -> dict[str, object]:
@@ -454,7 +464,7 @@ def peering(options: argparse.Namespace) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def made(options: argparse.Namespace) -> Iterator[Bench]:
+def start_bench_cluster(options: argparse.Namespace) -> Iterator[PrefetchBench]:
     """A cluster of its own."""
     links = Net(node_mbit=options.node_mbit, store_mbit=options.store_mbit)
     spec = networked(NODES, links)
@@ -464,12 +474,12 @@ def made(options: argparse.Namespace) -> Iterator[Bench]:
         fleet.serve(cluster.nodes)
         for node in cluster.nodes:
             fleet.command("sweep", node=node)  # who is there
-        with serving(fleet):
-            yield Bench(fleet, options)
+        with serve_peers(fleet):
+            yield PrefetchBench(fleet, options)
 
 
 @contextlib.contextmanager
-def serving(fleet: Fleet) -> Iterator[None]:
+def serve_peers(fleet: Fleet) -> Iterator[None]:
     """The peer service of the prefetch host, which is the login."""
     log = fleet.cluster.state / "log/peer-login.log"
     argv = [CLI, "peer", "--node", LOGIN]
@@ -483,11 +493,11 @@ def serving(fleet: Fleet) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = busy.Bench("prefetch", __doc__, "30 minutes")
+    parser = busy.BenchOptions("prefetch", __doc__, "30 minutes")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=20, help="of each seed")
-    parser.add_argument("--runs", type=_range, default=(8, 45), help="seconds of a job: 8-45")
-    parser.add_argument("--mib", type=_range, default=(48, 80), help="of the images: 48-80")
+    parser.add_argument("--runs", type=_read_range, default=(8, 45), help="seconds of a job: 8-45")
+    parser.add_argument("--mib", type=_read_range, default=(48, 80), help="of the images: 48-80")
     parser.add_argument("--node-mbit", type=float, default=80)
     parser.add_argument("--store-mbit", type=float, default=480)
     parser.add_argument("--bandwidth", type=int, default=6, help="prefetch.bandwidth, MiB/s")
@@ -498,10 +508,10 @@ def main() -> int:
     parser.add_argument("--cloud", type=int, default=2_000, help="nodes there")
     parser.add_argument("--again", action="store_true", help="`none` twice, without `popular`")
     parser.add_argument("--trace", action="store_true", help="what each job's nodes did")
-    return printed(run(parser.begin()))
+    return print_in_memory(run_bench(parser.begin()))
 
 
-def _range(text: str) -> tuple[int, int]:
+def _read_range(text: str) -> tuple[int, int]:
     least, most = map(int, text.split("-"))
     return least, most
 

@@ -1,9 +1,9 @@
 """Histories of a cluster: what waited with which plans, minute by minute, and what started where.
 
-`recorded` reads those of a real slurmctld (bench/prefetch_record.py), a second of which counts as
-a minute. `simulated` makes others: backfill as Slurm does it, all plans made anew in each pass,
-over bitmaps of slots and a table of times. What it leaves out: priorities (first come, first),
-licenses, topology.
+`read_recording` reads those of a real slurmctld (bench/prefetch_record.py), a second of which
+counts as a minute. `simulate_queue` makes others: backfill as Slurm does it, all plans made anew in
+each pass, over bitmaps of slots and a table of times. What it leaves out: priorities (first come,
+first), licenses, topology.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ USERS = 8
 ALL = ("all",)  # partitions
 
 
-class Look(NamedTuple):
+class QueueLine(NamedTuple):
     """A line of the queue as a look shows it; `named`: nodes of all its plans so far."""
 
     line: PendingJob
     named: frozenset[int]
 
 
-class Start(NamedTuple):
+class JobPartStart(NamedTuple):
     """A part of a job: all with one image. `asked`: when it was submitted."""
 
     at: int
@@ -40,15 +40,15 @@ class Start(NamedTuple):
     nodes: tuple[int, ...]
 
 
-class History(NamedTuple):
+class QueueHistory(NamedTuple):
     """`looks`: the queue at each minute, after what started then."""
 
     nodes: int
-    starts: Sequence[Start]
-    looks: Sequence[Sequence[Look]]
+    starts: Sequence[JobPartStart]
+    looks: Sequence[Sequence[QueueLine]]
 
 
-class Shape(NamedTuple):
+class QueueShape(NamedTuple):
     """A random queue. `slots`: jobs that a node can take, 1 is exclusive.
 
     `arrays`, `het`: parts of all jobs; `reserved`: part of the nodes, in the middle third, for one
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
     grain: int = 1
 
 
-class Job(NamedTuple):
+class SimulatedJob(NamedTuple):
     line: int
     user: int
     images: tuple[str, ...]  # of a heterogeneous job one for each part
@@ -78,27 +78,27 @@ class Job(NamedTuple):
     asked: int
 
 
-def zipf(images: int, chance: random.Random) -> Iterator[str]:
+def draw_zipf(images: int, chance: random.Random) -> Iterator[str]:
     weights = [1 / rank for rank in range(1, images + 1)]
     while True:
         yield from (f"i{number}" for number in chance.choices(range(images), weights, k=100))
 
 
-def labelled(history: History, images: int, seed: int) -> History:
+def assign_images(history: QueueHistory, images: int, seed: int) -> QueueHistory:
     """The same jobs with so many images, a Zipf distribution of them."""
-    names = zipf(images, random.Random(seed))
+    names = draw_zipf(images, random.Random(seed))
     label: defaultdict[str, str] = defaultdict(lambda: next(names))
     starts = [start._replace(image=label[start.image]) for start in history.starts]
     looks = [[_named(job, label) for job in look] for look in history.looks]
-    return History(history.nodes, starts, looks)
+    return QueueHistory(history.nodes, starts, looks)
 
 
-def _named(job: Look, label: Mapping[str, str]) -> Look:
+def _named(job: QueueLine, label: Mapping[str, str]) -> QueueLine:
     images = tuple(label[image] for image in job.line.images)
     return job._replace(line=msgspec.structs.replace(job.line, images=images))
 
 
-def recorded(path: Path) -> History:
+def read_recording(path: Path) -> QueueHistory:
     """A recording; each line of its queue has an image of its own."""
     data = json.loads(path.read_text())
     jobs, plans = data["jobs"], data["plans"]
@@ -107,13 +107,13 @@ def recorded(path: Path) -> History:
     for job in jobs.values():
         at, nodes = round(job["start"]), tuple(int(name[1:]) - 1 for name in job["nodes"])
         asked = round(plans[job["base"]][0][0]) if job["base"] in plans else at
-        starts.append(Start(at, round(job["end"]), asked, job["base"], nodes))
+        starts.append(JobPartStart(at, round(job["end"]), asked, job["base"], nodes))
         lines.setdefault(job["base"], []).append((at, job["count"], job["user"]))
     ends = max(start.at for start in starts)
     users = {
         name: number for number, name in enumerate(sorted({job["user"] for job in jobs.values()}))
     }
-    looks: list[list[Look]] = [[] for _ in range(ends + 1)]
+    looks: list[list[QueueLine]] = [[] for _ in range(ends + 1)]
     for base, seen in plans.items():
         named: frozenset[int] = frozenset()
         tasks = lines.get(base, [(ends + 1, max(1, *(len(p[1]) for p in seen), 1), "nobody")])
@@ -124,17 +124,17 @@ def recorded(path: Path) -> History:
             ):
                 count = sum(count for start, count, _ in tasks if start > now)
                 line = PendingJob(users.get(tasks[0][2], -1), (base,), count, ALL)
-                looks[now].append(Look(line, named))
-    return History(1 + max(n for s in starts for n in s.nodes), sorted(starts), looks)
+                looks[now].append(QueueLine(line, named))
+    return QueueHistory(1 + max(n for s in starts for n in s.nodes), sorted(starts), looks)
 
 
-class Backfill:
+class BackfillPass:
     """One pass: the slots free from each time on, and what is taken of them, job by job.
 
     Slot s of node n is bit s * nodes + n.
     """
 
-    def __init__(self, shape: Shape, now: int, running: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, shape: QueueShape, now: int, running: Sequence[tuple[int, int]]) -> None:
         """`running`: by when its limit ends, and its slots."""
         self.shape, self.now = shape, now
         self.row = (1 << shape.nodes) - 1
@@ -151,7 +151,7 @@ class Backfill:
         third = shape.minutes // 3
         self.course = (third, 2 * third, (1 << int(shape.nodes * shape.reserved)) - 1)
 
-    def place(self, job: Job) -> tuple[int, int]:
+    def place(self, job: SimulatedJob) -> tuple[int, int]:
         """When it starts, and its slots, taken."""
         begin, end, reserved = self.course
         for index, at in enumerate(self.times):
@@ -196,13 +196,13 @@ class Backfill:
             self.free[index] &= ~slots
 
 
-def simulated(shape: Shape, seed: int) -> History:
+def simulate_queue(shape: QueueShape, seed: int) -> QueueHistory:
     """A random queue; each part of a line of it has an image of its own."""
     chance = random.Random(seed)
     running: list[tuple[int, int, int]] = []  # end, its limit's end, slots
-    queue: list[Job] = []
+    queue: list[SimulatedJob] = []
     named: dict[int, int] = {}  # of each line: the nodes of all its plans
-    starts: list[Start] = []
+    starts: list[JobPartStart] = []
     looks = []
     row = (1 << shape.nodes) - 1
     line = 0
@@ -210,9 +210,9 @@ def simulated(shape: Shape, seed: int) -> History:
         running = [job for job in running if job[0] > now]
         while len({job.line for job in queue}) < shape.queue:
             line += 1
-            queue += _submitted(shape, line, chance, now)
-        table = Backfill(shape, now, [job[1:] for job in running])
-        waiting: dict[int, list[Job]] = {}
+            queue += _draw_jobs(shape, line, chance, now)
+        table = BackfillPass(shape, now, [job[1:] for job in running])
+        waiting: dict[int, list[SimulatedJob]] = {}
         for job in queue:
             at, slots = table.place(job)
             nodes = 0
@@ -220,34 +220,34 @@ def simulated(shape: Shape, seed: int) -> History:
                 nodes |= slots >> shape.nodes * slot & row
             if slots and at == now:
                 running.append((now + job.runs, now + job.limit, slots))
-                numbers = tuple(_bits(nodes))
+                numbers = tuple(_list_bits(nodes))
                 for part, image in enumerate(job.images):
                     on = numbers[part * job.wants : (part + 1) * job.wants]
-                    starts.append(Start(now, now + job.runs, job.asked, image, on))
+                    starts.append(JobPartStart(now, now + job.runs, job.asked, image, on))
             else:
                 if job.line not in waiting:  # of an array squeue shows one task's plan
                     named[job.line] = named.get(job.line, 0) | nodes
                 waiting.setdefault(job.line, []).append(job)
         queue = [job for jobs in waiting.values() for job in jobs]
-        looks.append([_pending(jobs, named[number]) for number, jobs in waiting.items()])
-    return History(shape.nodes, starts, looks)
+        looks.append([_make_queue_line(jobs, named[number]) for number, jobs in waiting.items()])
+    return QueueHistory(shape.nodes, starts, looks)
 
 
-def _pending(jobs: Sequence[Job], named: int) -> Look:
+def _make_queue_line(jobs: Sequence[SimulatedJob], named: int) -> QueueLine:
     """A line of the queue. Of a heterogeneous job only the first image is known."""
     job = jobs[0]
     line = PendingJob(job.user, job.images[:1], job.wants * len(jobs), ALL)
-    return Look(line, frozenset(_bits(named)))
+    return QueueLine(line, frozenset(_list_bits(named)))
 
 
-def _submitted(shape: Shape, line: int, chance: random.Random, now: int) -> list[Job]:
+def _draw_jobs(shape: QueueShape, line: int, chance: random.Random, now: int) -> list[SimulatedJob]:
     """A job, or an array's tasks; half are of one node, and a limit is up to 6 times the run."""
     runs = chance.randint(8, 45)
     kind = chance.random()
     array, het = kind < shape.arrays, shape.arrays <= kind < shape.arrays + shape.het
     count = 1 if array or chance.random() < 0.5 else chance.randint(1, shape.largest)
     user = chance.randrange(USERS)
-    job = Job(
+    job = SimulatedJob(
         line,
         user,
         (str(line), f"{line}+1") if het else (str(line),),
@@ -261,7 +261,7 @@ def _submitted(shape: Shape, line: int, chance: random.Random, now: int) -> list
     return [job] * (chance.randint(2, 8) if array else 1)
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _list_bits(mask: int) -> Iterator[int]:
     while mask:
         yield (mask & -mask).bit_length() - 1
         mask &= mask - 1

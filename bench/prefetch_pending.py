@@ -25,14 +25,14 @@ WIDEST = 64  # nodes of a job that waits
 RPC = re.compile(r"^\s+REQUEST_(JOB|NODE)_INFO\s.*\btotal_time:(\d+)$", re.MULTILINE)
 
 
-class Round(NamedTuple):
+class PendingRound(NamedTuple):
     whole: float
     cpu: float
     jobs: float
     nodes: float
 
 
-def run(pending: int, nodes: int) -> list[Round]:
+def run_passes(pending: int, nodes: int) -> list[PendingRound]:
     """Raises ClusterError where a pass does not find all these jobs."""
     conf = {
         "Prolog": None,
@@ -51,12 +51,12 @@ def run(pending: int, nodes: int) -> list[Round]:
     with Cluster.up(ClusterSpec(nodes=0, slurm_conf=conf)) as cluster:
         Site(cluster).configure(peers={"enabled": True}, prefetch={"host": LOGIN})
         cluster.submit("#!/bin/sh\n", f"--nodes={nodes}", "--exclusive", "--time=10000")
-        submit(cluster, pending, min(nodes, WIDEST))
-        one(cluster, pending)  # reads all programs once; does not count
-        return [one(cluster, pending) for _ in range(ROUNDS)]
+        submit_jobs(cluster, pending, min(nodes, WIDEST))
+        measure_pass(cluster, pending)  # reads all programs once; does not count
+        return [measure_pass(cluster, pending) for _ in range(ROUNDS)]
 
 
-def submit(cluster: Cluster, count: int, widest: int) -> None:
+def submit_jobs(cluster: Cluster, count: int, widest: int) -> None:
     program = "prefetch_submit"
     source = REPO / f"bench/{program}.c"
     compiler = ["gcc", "-O1", "-o", str(cluster.state / program), str(source), "-lslurm"]
@@ -65,31 +65,31 @@ def submit(cluster: Cluster, count: int, widest: int) -> None:
     cluster.run(argv, user="root")
 
 
-def one(cluster: Cluster, pending: int) -> Round:
+def measure_pass(cluster: Cluster, pending: int) -> PendingRound:
     cluster.run(["sdiag", "--reset"], user="root")
-    before, start = processors(), time.perf_counter()
+    before, start = read_children_cpu(), time.perf_counter()
     said = cluster.run([CLI, "prefetch", "--node", LOGIN], user="root").stdout
-    whole, cpu = time.perf_counter() - start, processors() - before
+    whole, cpu = time.perf_counter() - start, read_children_cpu() - before
     if f"{pending} pending jobs with an image" not in said:
         raise ClusterError(f"not {pending} jobs: {said}")
     told = dict(RPC.findall(cluster.run(["sdiag"], user="root").stdout))
-    return Round(1000 * whole, 1000 * cpu, int(told["JOB"]) / 1000, int(told["NODE"]) / 1000)
+    return PendingRound(1000 * whole, 1000 * cpu, int(told["JOB"]) / 1000, int(told["NODE"]) / 1000)
 
 
-def processors() -> float:
+def read_children_cpu() -> float:
     """Seconds that this process's children, which have ended, took of them."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def table(rounds: Sequence[Round]) -> Iterator[str]:
+def format_table(rounds: Sequence[PendingRound]) -> Iterator[str]:
     yield "| | ms | from | to |"
     yield "|:--|--:|--:|--:|"
-    for name, values in zip(Round._fields, zip(*rounds, strict=True), strict=True):
+    for name, values in zip(PendingRound._fields, zip(*rounds, strict=True), strict=True):
         middle = statistics.median(values)
         yield f"| {name} | {middle:.0f} | {min(values):.0f} | {max(values):.0f} |"
 
 
-def summary(rounds: Sequence[Round]) -> str:
-    middle = Round(*map(statistics.median, zip(*rounds, strict=True)))
+def format_summary(rounds: Sequence[PendingRound]) -> str:
+    middle = PendingRound(*map(statistics.median, zip(*rounds, strict=True)))
     return f"pass={middle.whole / 1000:.2f} job_info_ms={middle.jobs:.1f}"

@@ -2,8 +2,8 @@
 
 Eight nodes of tests/slurm, a queue of ten: jobs of whole nodes and of a quarter, arrays,
 heterogeneous jobs, and a reservation of two nodes for one user. Jobs of 8 to 45 s with limits of 1
-to 6 times that; the queue is read once a second. FILE is what prefetch_model.recorded() reads: of
-each plan the changes.
+to 6 times that; the queue is read once a second. FILE is what prefetch_model.read_recording()
+reads: of each plan the changes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from prefetch_model import ALL, History, Look, Start
+from prefetch_model import ALL, JobPartStart, QueueHistory, QueueLine
 
 from forestage.features.prefetch.policy import (
     DEFAULT_RULES,
@@ -29,21 +29,21 @@ EAGER = PrefetchRules(
 Wants = Callable[[int], Mapping[str, WantedImage]]  # what a node wants
 
 
-class Facts(NamedTuple):
+class PolicyFacts(NamedTuple):
     """What a policy may know. `past`: each image's share of the starts; `future`: the oracle's."""
 
     nodes: int
-    queue: tuple[Look, ...]
+    queue: tuple[QueueLine, ...]
     past: Mapping[str, float]
     future: Mapping[tuple[int, str], int]  # minutes until the next start among the jobs that wait
 
 
-class Policy(NamedTuple):
-    wants: Callable[[Facts], Wants]
+class PrefetchPolicy(NamedTuple):
+    wants: Callable[[PolicyFacts], Wants]
     rules: PrefetchRules = EAGER
 
 
-class Found(NamedTuple):
+class ReplayResult(NamedTuple):
     """Node starts and copies.
 
     `unused`: copies made before a job that no job used in the end; `needed`: cold starts of what a
@@ -66,22 +66,22 @@ def _same(expected: Mapping[str, float]) -> Wants:
     return lambda node: wanted
 
 
-def nothing(facts: Facts) -> Wants:
+def plan_nothing(facts: PolicyFacts) -> Wants:
     return _same({})
 
 
-def popular(facts: Facts) -> Wants:
+def plan_popular_images(facts: PolicyFacts) -> Wants:
     return _same(facts.past)
 
 
-def everywhere(facts: Facts) -> Wants:
+def plan_everywhere(facts: PolicyFacts) -> Wants:
     return _same({image: 1.0 for look in facts.queue for image in look.line.images})
 
 
-def queue(rules: PrefetchRules = DEFAULT_RULES) -> Policy:
+def make_queue_policy(rules: PrefetchRules = DEFAULT_RULES) -> PrefetchPolicy:
     """Ours, as it is shipped."""
 
-    def wants(facts: Facts) -> Wants:
+    def wants(facts: PolicyFacts) -> Wants:
         wanted: dict[str, WantedImage] = {}
         for one in compute_expected_starts(
             (look.line for look in facts.queue), {ALL[0]: facts.nodes}, rules
@@ -90,13 +90,13 @@ def queue(rules: PrefetchRules = DEFAULT_RULES) -> Policy:
             wanted[one.image] = first._replace(starts=first.starts + one.starts)
         return lambda node: wanted
 
-    return Policy(wants, rules)
+    return PrefetchPolicy(wants, rules)
 
 
-def plans(rules: PrefetchRules = DEFAULT_RULES, named: float = 0.3) -> Policy:
+def make_plan_policy(rules: PrefetchRules = DEFAULT_RULES, named: float = 0.3) -> PrefetchPolicy:
     """The same, and of a job's starts `named` are on each node that one of its plans has named."""
 
-    def wants(facts: Facts) -> Wants:
+    def wants(facts: PolicyFacts) -> Wants:
         anywhere: Counter[str] = Counter()
         here: defaultdict[int, Counter[str]] = defaultdict(Counter)
         users: dict[str, int] = {}
@@ -114,15 +114,17 @@ def plans(rules: PrefetchRules = DEFAULT_RULES, named: float = 0.3) -> Policy:
             for image, starts in (anywhere + here[node]).items()
         }
 
-    return Policy(wants, rules)
+    return PrefetchPolicy(wants, rules)
 
 
-def _parts(look: Look) -> tuple[tuple[int, tuple[str, ...], int, tuple[str, ...]], frozenset[int]]:
+def _parts(
+    look: QueueLine,
+) -> tuple[tuple[int, tuple[str, ...], int, tuple[str, ...]], frozenset[int]]:
     line = look.line
     return (line.user, line.images, line.nodes, line.partitions), look.named
 
 
-def oracle(facts: Facts) -> Wants:
+def plan_as_oracle(facts: PolicyFacts) -> Wants:
     """The real nodes of all that waits, the next start first."""
     here: defaultdict[int, dict[str, WantedImage]] = defaultdict(dict)
     for (node, image), after in facts.future.items():
@@ -131,17 +133,17 @@ def oracle(facts: Facts) -> Wants:
 
 
 POLICIES = {
-    "none": Policy(nothing),
-    "popular": Policy(popular),
-    "everywhere": Policy(everywhere),
-    "queue": queue(),
-    "plans": plans(),
-    "oracle": Policy(oracle),
+    "none": PrefetchPolicy(plan_nothing),
+    "popular": PrefetchPolicy(plan_popular_images),
+    "everywhere": PrefetchPolicy(plan_everywhere),
+    "queue": make_queue_policy(),
+    "plans": make_plan_policy(),
+    "oracle": PrefetchPolicy(plan_as_oracle),
 }
 
 
-class Replay:
-    def __init__(self, history: History, room: int, policy: Policy) -> None:
+class PolicyReplay:
+    def __init__(self, history: QueueHistory, room: int, policy: PrefetchPolicy) -> None:
         self.history, self.room, self.policy = history, room, policy
         self.holds: list[dict[str, HeldCopy]] = [{} for _ in range(history.nodes)]
         self.jobs: list[Counter[str]] = [Counter() for _ in range(history.nodes)]  # that run
@@ -151,13 +153,13 @@ class Replay:
         self.past: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
 
-    def run(self) -> Found:
+    def run(self) -> ReplayResult:
         starting, ending, asked = defaultdict(list), defaultdict(list), defaultdict(list)
         for start in self.history.starts:
             starting[start.at].append(start)
             ending[start.end].append(start)
             asked[start.asked].append(start)
-        waiting: dict[int, Start] = {}
+        waiting: dict[int, JobPartStart] = {}
         for now, look in enumerate(self.history.looks):
             waiting.update((id(start), start) for start in asked[now])
             for start in ending[now]:
@@ -171,18 +173,18 @@ class Replay:
                 self._start(start, now)
             self._prefetch(now, tuple(look), waiting)
         self.found["unused"] += sum(held.fresh for holds in self.holds for held in holds.values())
-        return Found(**{name: self.found[name] for name in Found._fields})
+        return ReplayResult(**{name: self.found[name] for name in ReplayResult._fields})
 
     def _set(self, node: int, image: str, **changes: Any) -> None:
         self.holds[node][image] = self.holds[node][image]._replace(**changes)
 
-    def _end(self, start: Start, now: int) -> None:
+    def _end(self, start: JobPartStart, now: int) -> None:
         for node in start.nodes:
             self.jobs[node][start.image] -= 1
             if start.image in self.holds[node] and not self.jobs[node][start.image]:
                 self._set(node, start.image, used=now * MINUTE, stays=False)
 
-    def _start(self, start: Start, now: int) -> None:
+    def _start(self, start: JobPartStart, now: int) -> None:
         image = start.image
         had = self.having[image]
         missing = [node for node in start.nodes if image not in self.holds[node]]
@@ -223,10 +225,12 @@ class Replay:
                 self.evicted.add((node, image))
         return True
 
-    def _prefetch(self, now: int, looks: tuple[Look, ...], waiting: dict[int, Start]) -> None:
+    def _prefetch(
+        self, now: int, looks: tuple[QueueLine, ...], waiting: dict[int, JobPartStart]
+    ) -> None:
         total = self.past.total() or 1
         past = {image: count / total for image, count in self.past.items()}
-        facts = Facts(self.history.nodes, looks, past, dict(_future(waiting, now)))
+        facts = PolicyFacts(self.history.nodes, looks, past, dict(_future(waiting, now)))
         wants = self.policy.wants(facts)
         for node, holds in enumerate(self.holds):
             if node in self.copying:
@@ -246,7 +250,7 @@ class Replay:
             self.copying[node] = (copy.image, now + 1)
 
 
-def _future(waiting: Mapping[int, Start], now: int) -> Iterator[tuple[tuple[int, str], int]]:
+def _future(waiting: Mapping[int, JobPartStart], now: int) -> Iterator[tuple[tuple[int, str], int]]:
     soon: dict[tuple[int, str], int] = {}
     for start in waiting.values():
         for node in start.nodes:

@@ -24,13 +24,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import busy
-from prefetch_model import History, Shape, labelled, recorded, simulated
-from prefetch_replay import POLICIES, Found, Policy, Replay, plans, queue
+from prefetch_model import QueueHistory, QueueShape, assign_images, read_recording, simulate_queue
+from prefetch_replay import (
+    POLICIES,
+    PolicyReplay,
+    PrefetchPolicy,
+    ReplayResult,
+    make_plan_policy,
+    make_queue_policy,
+)
 
 from forestage.features.prefetch.policy import DEFAULT_RULES, PrefetchRules
 
 REPO = Path(__file__).resolve().parents[1]
-SMALL = Shape(nodes=16, minutes=400, queue=20, largest=6)
+SMALL = QueueShape(nodes=16, minutes=400, queue=20, largest=6)
 SHAPES = {
     "random": SMALL,
     "shared nodes": SMALL._replace(slots=4),
@@ -38,24 +45,27 @@ SHAPES = {
     "a reservation": SMALL._replace(reserved=0.25),
     "short queue": SMALL._replace(queue=5),
 }
-LARGE = Shape(nodes=2000, minutes=240, queue=150, largest=256, grain=15)
+LARGE = QueueShape(nodes=2000, minutes=240, queue=150, largest=256, grain=15)
 DISKS = ((20, 4), (40, 4), (200, 4), (40, 20), (200, 20), (40, 40), (200, 200))  # images, room
 COLUMNS = "policy | cold % | copies | unused | needed | gain | range | job | any"
 LEAST = (0.05, 0.1, 0.2, 0.3, 0.45, 0.7)  # of the curves; the default is among them
-Runs = Mapping[str, Sequence[Found]]  # by policy, one for each seed
+Runs = Mapping[str, Sequence[ReplayResult]]  # by policy, one for each seed
 
 
-def replay(
-    histories: Sequence[History], images: int, room: int, policies: Mapping[str, Policy]
+def replay_policies(
+    histories: Sequence[QueueHistory],
+    images: int,
+    room: int,
+    policies: Mapping[str, PrefetchPolicy],
 ) -> Runs:
-    cases = [labelled(history, images, seed) for seed, history in enumerate(histories)]
+    cases = [assign_images(history, images, seed) for seed, history in enumerate(histories)]
     return {
-        name: [Replay(history, room, policy).run() for history in cases]
+        name: [PolicyReplay(history, room, policy).run() for history in cases]
         for name, policy in policies.items()
     }
 
 
-def gains(runs: Runs, name: str) -> list[float]:
+def list_gains(runs: Runs, name: str) -> list[float]:
     """Of the cold starts that the oracle saves, the part that this policy does; by seed."""
     of_all = zip(runs["none"], runs[name], runs["oracle"], strict=True)
     return [
@@ -63,51 +73,57 @@ def gains(runs: Runs, name: str) -> list[float]:
     ]
 
 
-def per_start(runs: Runs, name: str, field: str) -> float:
+def count_per_start(runs: Runs, name: str, field: str) -> float:
     return statistics.mean(float(getattr(found, field)) / found.starts for found in runs[name])
 
 
-def rows(runs: Runs) -> Iterator[str]:
+def format_rows(runs: Runs) -> Iterator[str]:
     for name in runs:
-        gain = gains(runs, name)
+        gain = list_gains(runs, name)
         copies, unused, needed = (
-            per_start(runs, name, field) for field in ("copies", "unused", "needed")
+            count_per_start(runs, name, field) for field in ("copies", "unused", "needed")
         )
         job, every = (
-            per_start(runs, name, field) / max(1e-9, per_start(runs, "none", field))
+            count_per_start(runs, name, field) / max(1e-9, count_per_start(runs, "none", field))
             for field in ("by_job", "by_any")
         )
         yield (
-            f"| {name} | {100 * per_start(runs, name, 'cold'):.0f} | {copies:.2f} | {unused:.2f}"
+            f"| {name} | {100 * count_per_start(runs, name, 'cold'):.0f}"
+            f" | {copies:.2f} | {unused:.2f}"
             f" | {needed:.2f} | {statistics.mean(gain):.2f} | {min(gain):.2f}-{max(gain):.2f}"
             f" | {job:.2f} | {every:.2f} |"
         )
 
 
-def show(title: str, histories: Sequence[History], images: int, room: int) -> Runs:
-    runs = replay(histories, images, room, POLICIES)
+def print_case(title: str, histories: Sequence[QueueHistory], images: int, room: int) -> Runs:
+    runs = replay_policies(histories, images, room, POLICIES)
     print(f"\n{title}: {images} images, a disk holds {room}, {len(histories)} seeds\n")
     print(f"| {COLUMNS} |\n|---{'|--:' * COLUMNS.count('|')}|")
-    print("\n".join(rows(runs)), flush=True)
+    print("\n".join(format_rows(runs)), flush=True)
     return runs
 
 
-def curves(histories: Sequence[History], images: int, room: int) -> dict[str, list[list[float]]]:
+def make_curves(
+    histories: Sequence[QueueHistory], images: int, room: int
+) -> dict[str, list[list[float]]]:
     """Unused copies for each start, and the gain; of ours for several values of `least`."""
     policies = dict(POLICIES)
     lines = {name: [name] for name in ("popular", "everywhere")}
-    for name, made in (("queue", queue), ("plans", plans)):
+    for name, made in (("queue", make_queue_policy), ("plans", make_plan_policy)):
         points = {f"{name} {least}": made(PrefetchRules(least=least)) for least in LEAST}
         lines[name] = list(points)
         policies |= points
-    runs = replay(histories, images, room, policies)
+    runs = replay_policies(histories, images, room, policies)
     return {
-        name: [[per_start(runs, p, "unused"), statistics.mean(gains(runs, p))] for p in points]
+        name: [
+            [count_per_start(runs, p, "unused"), statistics.mean(list_gains(runs, p))]
+            for p in points
+        ]
         for name, points in lines.items()
     }
 
 
-def plot(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> str:
+def draw_plot(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> str:
     """Gain against unused copies, a panel for each case, as SVG; readable on light and on dark."""
     colours = {
         "queue": "#3b82f6",
@@ -147,35 +163,35 @@ def plot(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> str:
 
 def main() -> None:
     takes = "2 minutes, with --large 10; rewrites docs/prefetch-policy.svg"
-    options = busy.Bench("prefetch-policy", __doc__, takes)
+    options = busy.BenchOptions("prefetch-policy", __doc__, takes)
     options.add_argument("--seeds", type=int, default=4, help="of each random queue")
     options.add_argument("--minutes", type=int, default=SMALL.minutes, help="of each random queue")
     options.add_argument("--large", action="store_true", help="2,000 nodes besides")
-    chosen, load, start = options.begin(), busy.Load(), time.process_time()
+    chosen, load, start = options.begin(), busy.MachineLoad(), time.process_time()
     random = {
         name: [
-            simulated(shape._replace(minutes=chosen.minutes), seed)
+            simulate_queue(shape._replace(minutes=chosen.minutes), seed)
             for seed in range(1, 1 + chosen.seeds)
         ]
         for name, shape in SHAPES.items()
     }
-    real = [recorded(path) for path in sorted((REPO / "bench/plans").glob("*.json"))]
-    first, *_ = [show("random", random["random"], *disk) for disk in DISKS]
+    real = [read_recording(path) for path in sorted((REPO / "bench/plans").glob("*.json"))]
+    first, *_ = [print_case("random", random["random"], *disk) for disk in DISKS]
     for images, room in ((20, 4), (40, 20)):
         for name in list(SHAPES)[1:]:
-            show(name, random[name], images, room)
-        show("recorded", real * 2, images, room)
+            print_case(name, random[name], images, room)
+        print_case("recorded", real * 2, images, room)
     if chosen.large:
         for disk in ((40, 4), (200, 20)):
-            show("2,000 nodes", [simulated(LARGE, 1)], *disk)
+            print_case("2,000 nodes", [simulate_queue(LARGE, 1)], *disk)
     if (chosen.seeds, chosen.minutes) == (4, SMALL.minutes):
         panels = {
-            f"{images} images, a disk holds {room}": curves(random["random"], images, room)
+            f"{images} images, a disk holds {room}": make_curves(random["random"], images, room)
             for images, room in ((20, 4), (40, 20))
         }
-        (REPO / "docs/prefetch-policy.svg").write_text(plot(panels))
-    gain = statistics.mean(gains(first, "queue"))
-    cold = per_start(first, "queue", "cold") / per_start(first, "popular", "cold")
+        (REPO / "docs/prefetch-policy.svg").write_text(draw_plot(panels))
+    gain = statistics.mean(list_gains(first, "queue"))
+    cold = count_per_start(first, "queue", "cold") / count_per_start(first, "popular", "cold")
     print(
         load.last(f"\ncpu={time.process_time() - start:.0f}s gain={gain:.2f} vs_popular={cold:.2f}")
     )

@@ -39,7 +39,7 @@ import busy  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from host import wait_until  # noqa: E402
 from jobs import CACHE, HOOK, HOOK_LOG, Site  # noqa: E402
-from memory import printed  # noqa: E402
+from memory import print_in_memory  # noqa: E402
 from registry import (  # noqa: E402
     IMPORTS,
     STORE,
@@ -67,7 +67,7 @@ READ_SHARE = 16  # a start reads one file of so many
 
 
 @dataclass(frozen=True)
-class Run:
+class RegistryRun:
     """One job: seconds from sbatch to the end of its last step; what it asked the registry for."""
 
     seconds: float
@@ -81,11 +81,11 @@ class Run:
         return self.manifests + self.layers
 
 
-Runs = dict[tuple[int, str, str], list[Run]]  # by nodes, who, when: one for each round
+Runs = dict[tuple[int, str, str], list[RegistryRun]]  # by nodes, who, when: one for each round
 
 
 @dataclass
-class Bench:
+class RegistryBench:
     """A cluster, a registry with an image, and how to measure a job of both."""
 
     site: Site
@@ -94,7 +94,7 @@ class Bench:
     options: argparse.Namespace
     at_rest: dict[str, set[str]] = field(default_factory=dict)
 
-    def job(self, who: str, when: str, nodes: int, steps: int) -> Run:
+    def job(self, who: str, when: str, nodes: int, steps: int) -> RegistryRun:
         """Raises ClusterError where it saw anything else than the image, or another way went."""
         self._become(who)
         if when == "cold":
@@ -115,7 +115,7 @@ class Bench:
         if (who, when) == ("ours", "warm"):
             came = {one.result for n in range(nodes) for one in self._outcomes(ran.job, n)}
             self._check(came == {"hit"}, f"ours, warm: {came}")
-        return Run(
+        return RegistryRun(
             seconds=float(end) - start,
             imports=made,
             manifests=self.registry.count("GET", MANIFESTS),
@@ -184,7 +184,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def ready(options: argparse.Namespace) -> Iterator[Bench]:
+def start_bench(options: argparse.Namespace) -> Iterator[RegistryBench]:
     room = 1024 + 4 * options.mib
     bare = replace(accompanied(options.nodes), plugstack=(PYXIS,), nvme_mib=room)
     spec = with_importer(bare)
@@ -200,10 +200,10 @@ def ready(options: argparse.Namespace) -> Iterator[Bench]:
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         site.root(compiled, cluster.nodes[0])
         at_rest = {node: set(site.processes(node)) for node in cluster.nodes}
-        yield Bench(site, spec, registry, options, at_rest)
+        yield RegistryBench(site, spec, registry, options, at_rest)
 
 
-def measure(bench: Bench, counts: list[int]) -> Runs:
+def measure_jobs(bench: RegistryBench, counts: list[int]) -> Runs:
     """Of each number of nodes, one job of each kind in each round."""
     options, runs = bench.options, Runs()
     for number in range(options.rounds):
@@ -215,13 +215,13 @@ def measure(bench: Bench, counts: list[int]) -> Runs:
     return runs
 
 
-def ratio(runs: Runs, nodes: int, when: str) -> list[float]:
+def list_ratios(runs: Runs, nodes: int, when: str) -> list[float]:
     """Ours over pyxis alone, one for each round."""
     pairs = zip(runs[nodes, "ours", when], runs[nodes, "pyxis", when], strict=True)
     return [ours.seconds / plain.seconds for ours, plain in pairs]
 
 
-def table(runs: Runs, nodes: int, one: Run) -> Iterator[str]:
+def format_table(runs: Runs, nodes: int, one: RegistryRun) -> Iterator[str]:
     yield (
         f"| nodes: {nodes} | s | from | to | ratio | from | to | imports | manifests | layers"
         " | GETs | HEADs |"
@@ -231,54 +231,54 @@ def table(runs: Runs, nodes: int, one: Run) -> Iterator[str]:
         for who in WHO:
             done = runs[nodes, who, when]
             seconds = [run.seconds for run in done]
-            relative = ratio(runs, nodes, when) if who == "ours" else [1.0]
+            relative = list_ratios(runs, nodes, when) if who == "ours" else [1.0]
             figures = [statistics.median(seconds), min(seconds), max(seconds)]
             figures += [statistics.median(relative), min(relative), max(relative)]
             row = " | ".join(f"{figure:.2f}" for figure in figures)
-            asked = " | ".join(str(max(of)) for of in zip(*map(_asked, done), strict=True))
+            asked = " | ".join(str(max(of)) for of in zip(*map(_list_requests, done), strict=True))
             heads = max(run.heads for run in done)
-            yield f"| {who}, {when} | {row} | {asked} | {most_gets(done, one):.2f} | {heads} |"
+            yield f"| {who}, {when} | {row} | {asked} | {find_most_gets(done, one):.2f} | {heads} |"
 
 
-def _asked(run: Run) -> tuple[int, int, int]:
+def _list_requests(run: RegistryRun) -> tuple[int, int, int]:
     return run.imports, run.manifests, run.layers
 
 
-def most_gets(done: list[Run], one: Run) -> float:
+def find_most_gets(done: list[RegistryRun], one: RegistryRun) -> float:
     """Imports' worth, of the round that had most."""
     return max(run.gets for run in done) / one.gets
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    start, load = time.monotonic(), busy.Load()
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    start, load = time.monotonic(), busy.MachineLoad()
     yield (
         f"{options.mib} MiB, {options.mbyte:g} MB/s for each connection to the registry, jobs of"
         f" {options.steps} steps; {os.cpu_count()} processors for all nodes; medians of"
         f" {options.rounds}"
     )
-    with ready(options) as bench:
+    with start_bench(options) as bench:
         bench.job("pyxis", "cold", 1, 1)  # reads all programs once; does not count
         bench.job("ours", "cold", 1, 1)
         one = bench.job("pyxis", "cold", 1, 1)
         yield f"one import: {one.seconds:.2f} s, {one.gets} GETs, {one.heads} HEADs\n"
         counts = sorted({1, options.nodes})
-        runs = measure(bench, counts)
+        runs = measure_jobs(bench, counts)
     for nodes in counts:
-        yield from (*table(runs, nodes, one), "")
-    first = statistics.median(ratio(runs, 1, "cold"))
+        yield from (*format_table(runs, nodes, one), "")
+    first = statistics.median(list_ratios(runs, 1, "cold"))
     yield f"on 1 node: first={first:.2f}; below: on {options.nodes}"
     yield f"{time.monotonic() - start:.0f} s\n"
-    cold, warm = (statistics.median(ratio(runs, options.nodes, when)) for when in WHEN)
-    pulls = most_gets(runs[options.nodes, "ours", "cold"], one)
+    cold, warm = (statistics.median(list_ratios(runs, options.nodes, when)) for when in WHEN)
+    pulls = find_most_gets(runs[options.nodes, "ours", "cold"], one)
     yield load.last(f"first={cold:.2f} warm={warm:.2f} pulls={pulls:.2f}")
 
 
 def main() -> int:
-    return printed(run(_options()))
+    return print_in_memory(run_bench(_read_options()))
 
 
-def _options() -> argparse.Namespace:
-    parser = busy.Bench("registry", __doc__, "10 minutes; --rounds 3: 15")
+def _read_options() -> argparse.Namespace:
+    parser = busy.BenchOptions("registry", __doc__, "10 minutes; --rounds 3: 15")
     parser.add_argument("--nodes", type=int, default=8, help="besides one")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of each job")

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 
 
-def rotate(names: Sequence[str], number: int) -> tuple[str, ...]:
+def rotate_names(names: Sequence[str], number: int) -> tuple[str, ...]:
     """Return the names in the order of this round: each round begins with another. Pure."""
     turn = number % len(names)
     return (*names[turn:], *names[:turn])
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def find_spread(values: Sequence[float]) -> list[float]:
     """Return the median of these, the least and the most. Pure."""
     return [statistics.median(values), min(values), max(values)]

@@ -54,7 +54,7 @@ os._exit(0)
 """
 
 
-class Storm(NamedTuple):
+class HookStorm(NamedTuple):
     """What hooks at once did: results, copies made, seconds, CPU seconds."""
 
     results: Counter[str]
@@ -63,7 +63,7 @@ class Storm(NamedTuple):
     cpu: float
 
 
-def fresh(root: Path) -> NodePaths:
+def make_empty_node(root: Path) -> NodePaths:
     """An empty node below `root`, its cache and its /run on a tmpfs each."""
     for name in ("mnt/nvme", "run", "shared", "etc/forestage"):
         (root / name).mkdir(parents=True)
@@ -74,12 +74,12 @@ def fresh(root: Path) -> NodePaths:
     return NodePaths(root)
 
 
-def clear(places: NodePaths) -> None:
+def clear_node(places: NodePaths) -> None:
     for name in TMPFS:
         subprocess.run(["umount", places.root / name], check=True)
 
 
-def fill(cache: Cache, count: int) -> None:
+def publish_entries(cache: Cache, count: int) -> None:
     """Publishes `count` small entries as the stager would leave them."""
     for number in range(count):
         identity = source_image.FileIdentity(f"/shared/{number}", number, 4096, number, number)
@@ -92,7 +92,7 @@ def fill(cache: Cache, count: int) -> None:
         (directory / "boot").write_bytes(PROVEN)
 
 
-def per_call(work: object, times: int) -> float:
+def measure_call_ms(work: object, times: int) -> float:
     """Median milliseconds of a call."""
     assert callable(work)
     took = []
@@ -103,21 +103,21 @@ def per_call(work: object, times: int) -> float:
     return statistics.median(took) * 1000
 
 
-def by_entries(count: int) -> tuple[float, float, float]:
+def measure_by_entries(count: int) -> tuple[float, float, float]:
     """Milliseconds of a hit's look-up, of reading all entries and of the plan."""
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
-        places = fresh(Path(folder))
+        places = make_empty_node(Path(folder))
         try:
             config = Config(sources=(str(places.root / "shared"),))
             node = Node.of(config, places, Clock())
             node.cache.prepare(require_mount=True)
-            fill(node.cache, count)
-            return measured(node)
+            publish_entries(node.cache, count)
+            return measure_node(node)
         finally:
-            clear(places)
+            clear_node(places)
 
 
-def measured(node: Node) -> tuple[float, float, float]:
+def measure_node(node: Node) -> tuple[float, float, float]:
     some = node.cache.stored_entries()[0].entry
     assert some is not None
     opened = OpenImage(SourceImage(some.identity, some.access), NOBODY, -1)
@@ -128,19 +128,19 @@ def measured(node: Node) -> tuple[float, float, float]:
         with copy_wait.ensure_copy_started(node, job, opened) as copying:
             copy_wait.wait_for_copy(node, job, opened, copying, end)
 
-    hit = per_call(look, 200)
-    read = per_call(node.cache.stored_entries, 5)
+    hit = measure_call_ms(look, 200)
+    read = measure_call_ms(node.cache.stored_entries, 5)
     stored = node.cache.stored_entries()
     room = evict.measure_space(node.cache, stored, node.config)
     goal = evict.EvictionGoal(free=0, used=room.used // 2)
-    plan = per_call(lambda: evict.plan(stored, frozenset(), room, goal), 5)
+    plan = measure_call_ms(lambda: evict.plan(stored, frozenset(), room, goal), 5)
     return hit, read, plan
 
 
-def storm(hooks: int, images: int) -> Storm:
+def run_storm(hooks: int, images: int) -> HookStorm:
     """All hooks at once, spread evenly over `images` images."""
     with tempfile.TemporaryDirectory(prefix="forestage-bench-", dir="/var/tmp") as folder:
-        places = fresh(Path(folder))
+        places = make_empty_node(Path(folder))
         os.chmod(folder, 0o755)
         try:
             paths = [places.root / f"shared/{number}" for number in range(images)]
@@ -150,20 +150,20 @@ def storm(hooks: int, images: int) -> Storm:
                     b"hsqs" + bytes(24) + b"\4\0\0\0" + bytes(8) + IMAGE_BYTES.to_bytes(8, "little")
                 )
                 path.write_bytes(head + os.urandom(IMAGE_BYTES - len(head)))
-            return unleashed(places, hooks, paths)
+            return start_all_hooks(places, hooks, paths)
         finally:
             for path in paths:
                 subprocess.run(["umount", "-q", path], check=False, stderr=subprocess.DEVNULL)
-            clear(places)
+            clear_node(places)
 
 
-def unleashed(places: NodePaths, hooks: int, paths: Sequence[Path]) -> Storm:
+def start_all_hooks(places: NodePaths, hooks: int, paths: Sequence[Path]) -> HookStorm:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    running = [begin(places, job, paths[job % len(paths)]) for job in range(hooks)]
+    running = [start_prolog(places, job, paths[job % len(paths)]) for job in range(hooks)]
     codes = [process.wait() for process in running]
     wall = time.perf_counter() - start
-    reap()
+    wait_for_stagers()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if any(codes):
         raise SystemExit(f"bench/scale: hooks failed: {Counter(codes)}")
@@ -171,10 +171,10 @@ def unleashed(places: NodePaths, hooks: int, paths: Sequence[Path]) -> Storm:
     results = Counter(event.outcome.result for event in told if event.hook == "prolog")
     copies = sum(event.hook == "stager" for event in told)
     used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-    return Storm(results, copies, wall, used)
+    return HookStorm(results, copies, wall, used)
 
 
-def begin(places: NodePaths, job: int, path: Path) -> subprocess.Popen[bytes]:
+def start_prolog(places: NodePaths, job: int, path: Path) -> subprocess.Popen[bytes]:
     environ = {
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_UID": str(NOBODY.uid),
@@ -186,7 +186,7 @@ def begin(places: NodePaths, job: int, path: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, env=environ, stderr=subprocess.DEVNULL)
 
 
-def reap() -> None:
+def wait_for_stagers() -> None:
     """Waits for the stagers, which outlive their hooks."""
     while True:
         try:
@@ -196,20 +196,20 @@ def reap() -> None:
 
 
 def main() -> None:
-    options = busy.Bench("scale", __doc__, "3 minutes")
+    options = busy.BenchOptions("scale", __doc__, "3 minutes")
     options.add_argument("entries", nargs="?", type=int, default=10_000, help="at most")
     options.add_argument("hooks", nargs="?", type=int, default=200, help="at once")
-    given, load = options.begin(), busy.Load()
+    given, load = options.begin(), busy.MachineLoad()
     most, hooks = given.entries, given.hooks
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print(f"{'entries':>8} {'hit ms':>9} {'read all ms':>12} {'plan ms':>9}")
     rows = {}
     for count in [*(count for count in (FEW, SOME) if count < most), most]:
-        rows[count] = by_entries(count)
+        rows[count] = measure_by_entries(count)
         print(f"{count:8} {rows[count][0]:9.3f} {rows[count][1]:12.1f} {rows[count][2]:9.2f}")
     print(f"\n{hooks} hooks at once, images of {IMAGE_BYTES >> 20} MiB")
     print(f"{'images':>8} {'copies':>7} {'wall s':>7} {'CPU s':>7}  results")
-    storms = {images: storm(hooks, images) for images in (1, 20)}
+    storms = {images: run_storm(hooks, images) for images in (1, 20)}
     for images, one in storms.items():
         results = ", ".join(f"{number} {word}" for word, number in sorted(one.results.items()))
         print(f"{images:8} {one.copies:7} {one.wall:7.1f} {one.cpu:7.1f}  {results}")

@@ -2,8 +2,8 @@
 
 With `PrologFlags=Alloc` srun asks whether the job's Prologs are over: at once, after 0.1 s, and
 then after 0.3 s more (Slurm 22.05) or 1.1 s (since 23.02; `_wait_nodes_ready` in its allocate.c). A
-job whose Prologs are over at 0.1 s has its question `met`; any other pays for the next one. srun
-says how often it has waited.
+job whose Prologs are over at 0.1 s has its question `find_met_share`; any other pays for the next
+one. srun says how often it has waited.
 
     none, alloc, empty    see bench/lines.py; the image is read at the shared path
     noimage               our hooks, and a job without an image
@@ -35,10 +35,10 @@ sys.path[:0] = [str(REPO / "tests/slurm"), str(REPO / "tests")]
 import busy  # noqa: E402
 import lines  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
-from idle import Idle  # noqa: E402
+from idle import IdleNodes  # noqa: E402
 from jobs import Site  # noqa: E402
-from memory import printed  # noqa: E402
-from rounds import rotate  # noqa: E402
+from memory import print_in_memory  # noqa: E402
+from rounds import rotate_names  # noqa: E402
 from spec import ClusterSpec  # noqa: E402
 
 from forestage.events import RequestOutcome  # noqa: E402
@@ -61,7 +61,7 @@ AGAIN = "still waiting"  # what srun says that goes on asking at 0.1 s
 
 
 @dataclass(frozen=True)
-class Start:
+class TaskStart:
     """One job: seconds from srun to its task, and whether its question at 0.1 s was met.
 
     `helped`: its step found no record of what its Prolog did, or not all that this promises, and
@@ -73,25 +73,25 @@ class Start:
     helped: bool = False
 
 
-Starts = dict[str, list[Start]]  # by variant, one for each round
+Starts = dict[str, list[TaskStart]]  # by variant, one for each round
 
 
-class Bench:
+class SrunBench:
     def __init__(self, cluster: Cluster, spec: ClusterSpec) -> None:
         self.site, self.spec = Site(cluster), spec
         self.kept = self.site.image("kept", mib=1)
         self.cold = self.site.image("cold", mib=COLD_MIB, seed=1)
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         self.site.root(compiled, NODE)
-        self.idle = Idle(self.site)
+        self.idle = IdleNodes(self.site)
         self.site.configure(redirect="spank", cold="wait")
         self._run(self.kept)
         self.site.configure(redirect="spank", cold="auto")
         self._run(self.kept)
 
-    def start(self, variant: str) -> Start:
+    def start(self, variant: str) -> TaskStart:
         """Runs a job. Raises ClusterError where it came to its image in another way."""
-        if lines.become(self.site.cluster, lines.KINDS[VARIANTS[variant]](self.spec)):
+        if lines.apply_spec(self.site.cluster, lines.KINDS[VARIANTS[variant]](self.spec)):
             self._run(self.kept)
         if variant == "cold":
             self._forget(self.cold)
@@ -106,7 +106,7 @@ class Bench:
             started, helped=any(isinstance(one, RequestOutcome) and one.wait for one in steps)
         )
 
-    def _run(self, image: str | None) -> tuple[Start, int]:
+    def _run(self, image: str | None) -> tuple[TaskStart, int]:
         options = [f"--container-image={image}"] if image else []
         ran = self.site.cluster.run(["sh", "-c", SCRIPT, "sh", *options])
         self.idle.wait()
@@ -114,7 +114,7 @@ class Bench:
         found = re.search(r"jobid (\d+): nodes", ran.stderr)
         if found is None:
             raise ClusterError(f"srun names no job:\n{ran.stderr}")
-        return Start(task - srun, AGAIN not in ran.stderr), int(found[1])
+        return TaskStart(task - srun, AGAIN not in ran.stderr), int(found[1])
 
     def _forget(self, image: str) -> None:
         """Has the node have no copy of it, of which no process may know any more."""
@@ -124,60 +124,66 @@ class Bench:
                 shutil.rmtree(cache.entry_dir(key))
 
 
-def measure(bench: Bench, rounds: int) -> Starts:
+def measure_starts(bench: SrunBench, rounds: int) -> Starts:
     """The first round reads all programs once; it does not count."""
     names = [*VARIANTS]
     starts: Starts = {name: [] for name in names}
     for number in range(rounds + 1):
-        for name in rotate(names, number):
+        for name in rotate_names(names, number):
             start = bench.start(name)
             if number:
                 starts[name].append(start)
     return starts
 
 
-def ratio(starts: Starts, name: str, to: str) -> float:
+def find_median_ratio(starts: Starts, name: str, to: str) -> float:
     pairs = zip(starts[name], starts[to], strict=True)
     return statistics.median(one.seconds / other.seconds for one, other in pairs)
 
 
-def met(starts: Starts, name: str) -> float:
+def find_met_share(starts: Starts, name: str) -> float:
     return statistics.mean(one.met for one in starts[name])
 
 
-def table(starts: Starts) -> Iterator[str]:
+def format_table(starts: Starts) -> Iterator[str]:
     """`met` and `helped`: shares of the jobs (see Start)."""
     yield "| ms | median | from | to | met | helped | to none | to empty |"
     yield "|:--" + "|--:" * 7 + "|"
     for name, done in starts.items():
         times = [one.seconds * 1000 for one in done]
         spread = f"{statistics.median(times):.0f} | {min(times):.0f} | {max(times):.0f}"
-        ratios = " | ".join(f"{ratio(starts, name, to):.2f}" for to in ("none", "empty"))
-        shares = f"{met(starts, name):.2f} | {statistics.mean(one.helped for one in done):.2f}"
+        ratios = " | ".join(
+            f"{find_median_ratio(starts, name, to):.2f}" for to in ("none", "empty")
+        )
+        helped = statistics.mean(one.helped for one in done)
+        shares = f"{find_met_share(starts, name):.2f} | {helped:.2f}"
         yield f"| {name} | {spread} | {shares} | {ratios} |"
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    load = busy.Load()
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    load = busy.MachineLoad()
     spec = ClusterSpec(
         nodes=1, nvme_mib=1024, plugstack=("required {state}/pyxis.so container=no",), companion=""
     )
-    spec = lines.on_release(lines.direct(spec), options.suite)
+    spec = lines.use_suite(lines.without_test_shell(spec), options.suite)
     with Cluster.up(spec) as cluster:
-        release = lines.release(cluster)
-        starts = measure(Bench(cluster, spec), options.jobs)
-    yield from (*table(starts), "")
+        release = lines.read_slurm_release(cluster)
+        starts = measure_starts(SrunBench(cluster, spec), options.jobs)
+    yield from (*format_table(starts), "")
     yield f"Slurm {release}, {options.jobs} rounds"
-    words = [f"{name}_met={met(starts, name):.2f}" for name in ("hit", "cold")]
-    words += [f"{name}_vs_empty={ratio(starts, name, 'empty'):.2f}" for name in ("hit", "cold")]
+    words = [f"{name}_met={find_met_share(starts, name):.2f}" for name in ("hit", "cold")]
+    words += [
+        f"{name}_vs_empty={find_median_ratio(starts, name, 'empty'):.2f}"
+        for name in ("hit", "cold")
+    ]
     yield load.last(" ".join(words))
 
 
 def main() -> int:
-    parser = busy.Bench("srun", __doc__, "6 minutes")
+    parser = busy.BenchOptions("srun", __doc__, "6 minutes")
     parser.add_argument("jobs", nargs="?", type=int, default=JOBS, help="of each kind")
-    lines.add_suite(parser)
-    return printed(run(parser.begin()))
+    lines.add_suite_option(parser)
+    return print_in_memory(run_bench(parser.begin()))
 
 
 if __name__ == "__main__":

@@ -23,21 +23,21 @@ FOLDER = 64  # files in each
 
 
 @dataclass(frozen=True)
-class Startable:
+class StartImage:
     """An image of `size` bytes; PROGRAM in it prints `answer`."""
 
     size: int
     answer: str
 
 
-def make(file: Path, mib: int, share: float, work: Path) -> Startable:
+def make_image(file: Path, mib: int, share: float, work: Path) -> StartImage:
     """Makes an image with `mib` MiB of small files, of which PROGRAM reads a share.
 
     Their tree is in `work` for a while.
     """
     tree = work / "tree"
     images.make_tree(tree, ("sh", "cat", "cksum"))
-    files = dict(_files(mib * MIB // BLOCK))
+    files = dict(_make_files(mib * MIB // BLOCK))
     for name, content in files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(content)
@@ -47,10 +47,10 @@ def make(file: Path, mib: int, share: float, work: Path) -> Startable:
     sums = subprocess.run(["cksum"], input=content, capture_output=True, check=True).stdout
     images.pack(tree, file, f"{BLOCK}")
     shutil.rmtree(tree)
-    return Startable(file.stat().st_size, sums.decode().split()[0])
+    return StartImage(file.stat().st_size, sums.decode().split()[0])
 
 
-def _files(count: int) -> Iterator[tuple[str, memoryview]]:
+def _make_files(count: int) -> Iterator[tuple[str, memoryview]]:
     # As in images.write_padding: no two are equal, and none compresses.
     text = memoryview(random.Random(1).randbytes(BLOCK + 64 * count))
     for number in range(count):

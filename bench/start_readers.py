@@ -22,7 +22,7 @@ ROUNDS = 5
 Ask = Callable[[int], float]  # so many readers; bytes that all together have read in a second
 
 
-def table(served: Ask, entry: Ask, forget: Callable[[], None]) -> Iterator[str]:
+def format_table(served: Ask, entry: Ask, forget: Callable[[], None]) -> Iterator[str]:
     yield "| readers | served MB/s | entry MB/s | x |"
     yield "|--:" * 4 + "|"
     for readers in READERS:
@@ -37,14 +37,14 @@ def table(served: Ask, entry: Ask, forget: Callable[[], None]) -> Iterator[str]:
         yield f"| {readers} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} |"
 
 
-def command(path: str) -> list[str]:
+def build_command(path: str) -> list[str]:
     """What such a step runs."""
     return [sys.executable, "-B", __file__, path]
 
 
 @contextlib.contextmanager
-def asking(step: subprocess.Popen[str]) -> Iterator[Ask]:
-    """How to ask a step that runs `command`; it ends with the block."""
+def start_conversation(step: subprocess.Popen[str]) -> Iterator[Ask]:
+    """How to ask a step that runs `build_command`; it ends with the block."""
 
     def ask(readers: int) -> float:
         assert step.stdin
@@ -65,7 +65,7 @@ def asking(step: subprocess.Popen[str]) -> Iterator[Ask]:
             step.communicate(timeout=60)
 
 
-def read(path: str, readers: int) -> float:
+def read_with_readers(path: str, readers: int) -> float:
     """In the step. Each reader begins elsewhere, and reads all of it."""
     file = os.open(path, os.O_RDONLY)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -89,7 +89,7 @@ def read(path: str, readers: int) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     for line in sys.stdin:
-        print(read(arguments[0], int(line)), flush=True)
+        print(read_with_readers(arguments[0], int(line)), flush=True)
 
 
 if __name__ == "__main__":

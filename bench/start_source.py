@@ -28,7 +28,7 @@ SECTOR = 512  # bytes; the unit of /sys/dev/block/*/stat whatever the disk's own
 
 
 @dataclass(frozen=True)
-class Disk:
+class LimitedDisk:
     """What the nodes have mounted; `number` as 7:1."""
 
     number: str
@@ -45,19 +45,21 @@ class Disk:
 
 
 @contextlib.contextmanager
-def mounted(cluster: Cluster, tree: Path, at: str, latency_ms: int, work: Path) -> Iterator[Disk]:
+def mount_on_nodes(
+    cluster: Cluster, tree: Path, at: str, latency_ms: int, work: Path
+) -> Iterator[LimitedDisk]:
     """Mounts what is in `tree` on all nodes. Raises ClusterError where nothing can limit it."""
-    limit = _cgroup() / LIMIT
+    limit = _find_own_cgroup() / LIMIT
     if not limit.exists():
         raise ClusterError(f"no {limit} (this needs cgroup v1's blkio; --nodes 8 does not)")
-    file = _filled(tree, work)
+    file = _make_disk_file(tree, work)
     with contextlib.ExitStack() as stack:
         if latency_ms:
-            file = stack.enter_context(_delayed(file, latency_ms, work))
-        loop = _attached(file, direct=bool(latency_ms))
+            file = stack.enter_context(_delay_reads(file, latency_ms, work))
+        loop = _attach_loop(file, direct=bool(latency_ms))
         try:
             number = Path("/sys/class/block", Path(loop).name, "dev").read_text().strip()
-            disk = stack.enter_context(_unlimited_at_the_end(Disk(number, limit)))
+            disk = stack.enter_context(_remove_limit_at_end(LimitedDisk(number, limit)))
             # Else it is as the last one who had this device left it. 128 KiB are NFS' and FUSE's.
             subprocess.run(["blockdev", "--setra", "256", loop], check=True)
             cluster.run(["mkdir", at], user="root")
@@ -70,15 +72,15 @@ def mounted(cluster: Cluster, tree: Path, at: str, latency_ms: int, work: Path) 
 
 
 @contextlib.contextmanager
-def limited(tree: Path, work: Path) -> Iterator[tuple[Disk, Path]]:
+def mount_here(tree: Path, work: Path) -> Iterator[tuple[LimitedDisk, Path]]:
     """The same without a cluster, for the processes of this namespace: mounted below `work`."""
-    limit, shown = _cgroup() / LIMIT, work / "shared"
+    limit, shown = _find_own_cgroup() / LIMIT, work / "shared"
     if not limit.exists():
         raise ClusterError(f"no {limit} (this needs cgroup v1's blkio)")
-    loop = _attached(_filled(tree, work), direct=False)
+    loop = _attach_loop(_make_disk_file(tree, work), direct=False)
     try:
         number = Path("/sys/class/block", Path(loop).name, "dev").read_text().strip()
-        with _unlimited_at_the_end(Disk(number, limit)) as disk:
+        with _remove_limit_at_end(LimitedDisk(number, limit)) as disk:
             shown.mkdir()
             subprocess.run(["mount", "-o", "ro", loop, shown], check=True)
             yield disk, shown
@@ -88,7 +90,7 @@ def limited(tree: Path, work: Path) -> Iterator[tuple[Disk, Path]]:
 
 
 @contextlib.contextmanager
-def _unlimited_at_the_end(disk: Disk) -> Iterator[Disk]:
+def _remove_limit_at_end(disk: LimitedDisk) -> Iterator[LimitedDisk]:
     """The loop device may serve somebody else later: its limit goes, also if this is killed."""
     lift = f"read -r _; echo '{disk.number} 0' >{disk.limit}"
     watcher = subprocess.Popen(["sh", "-c", lift], stdin=subprocess.PIPE, start_new_session=True)
@@ -98,7 +100,7 @@ def _unlimited_at_the_end(disk: Disk) -> Iterator[Disk]:
         watcher.communicate()
 
 
-def _filled(tree: Path, work: Path) -> Path:
+def _make_disk_file(tree: Path, work: Path) -> Path:
     disk = work / "shared.ext4"
     size = sum(one.stat().st_size for one in tree.rglob("*"))
     disk.touch()
@@ -112,14 +114,14 @@ def _filled(tree: Path, work: Path) -> Path:
     return disk
 
 
-def _attached(disk: Path, direct: bool) -> str:
+def _attach_loop(disk: Path, direct: bool) -> str:
     argv = ["losetup", "--find", "--show", "--read-only", *(["--direct-io=on"] if direct else [])]
     return subprocess.run(
         [*argv, str(disk)], check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
-def _cgroup() -> Path:
+def _find_own_cgroup() -> Path:
     """That of this process, and so of all that it starts."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -129,7 +131,7 @@ def _cgroup() -> Path:
 
 
 @contextlib.contextmanager
-def _delayed(disk: Path, latency_ms: int, work: Path) -> Iterator[Path]:
+def _delay_reads(disk: Path, latency_ms: int, work: Path) -> Iterator[Path]:
     """The same file, each read of which takes so much longer."""
     program, control, view = work / "farfs", work / "farfs.control", work / "far"
     flags = subprocess.run(

@@ -42,12 +42,12 @@ import start_readers  # noqa: E402
 import start_source  # noqa: E402
 from cluster import Cluster, ClusterError  # noqa: E402
 from fleet import Fleet, networked  # noqa: E402
-from idle import Idle  # noqa: E402
+from idle import IdleNodes  # noqa: E402
 from jobs import CACHE, Site, hooked  # noqa: E402
-from memory import printed  # noqa: E402
-from rounds import rotate, spread  # noqa: E402
+from memory import print_in_memory  # noqa: E402
+from rounds import find_spread, rotate_names  # noqa: E402
 from spec import ClusterSpec, Net  # noqa: E402
-from start_image import MIB, PROGRAM, Startable  # noqa: E402
+from start_image import MIB, PROGRAM, StartImage  # noqa: E402
 
 from forestage import events  # noqa: E402
 from forestage.cache.part import PROCESS_NAME  # noqa: E402
@@ -85,7 +85,7 @@ OTHER_MIB = 1  # of the image that a job has which does not count
 
 
 @dataclass(frozen=True)
-class Run:
+class StartRun:
     """One job: seconds from srun to its end; bytes that the source gave for it.
 
     `came` are the results that its steps, or else its Prologs, have noted of the image.
@@ -97,23 +97,23 @@ class Run:
 
 
 @dataclass
-class Bench:
+class StartBench:
     """A cluster with an image on its shared file system, and how to measure a start on it."""
 
     site: Site
     spec: ClusterSpec
-    image: Startable
+    image: StartImage
     path: str
     given: Callable[[], int]  # bytes that the source has given so far
     slow: Callable[[float], None]  # to so many bytes a second
     configure: Callable[..., None]
     other: str
-    idle: Idle
+    idle: IdleNodes
     nodes: Sequence[str]
     variants: Mapping[str, Mapping[str, object]]
     in_full: bool  # copies go on to their end
 
-    def start(self, mode: str, variant: str) -> Run:
+    def start(self, mode: str, variant: str) -> StartRun:
         """Runs a job in the image. Raises ClusterError if it saw anything else than the image."""
         self._prepare(mode, variant)
         run = self.start_again(f"{mode}, {variant}")
@@ -121,7 +121,7 @@ class Bench:
             raise ClusterError(f"{mode}, {variant}: {', '.join(run.came)}")
         return run
 
-    def start_again(self, what: str) -> Run:
+    def start_again(self, what: str) -> StartRun:
         """Runs a further job of the same kind: whatever the last one has left is there."""
         self._forget()
         before, start = self.given(), time.perf_counter()
@@ -130,7 +130,7 @@ class Bench:
         if ran.stdout.split().count(self.image.answer) != len(self.nodes):
             raise ClusterError(f"{what}: {ran.stdout}{ran.stderr}")
         self.settle(self.in_full)
-        return Run(seconds, self.given() - before, self._came())
+        return StartRun(seconds, self.given() - before, self._came())
 
     def readers(self) -> Iterator[str]:
         """The table of reading all of it. Raises ClusterError where a step was refused."""
@@ -139,12 +139,14 @@ class Bench:
         with self._reader() as served:
             self.site.await_stagers()
             with self._reader() as entry:
-                yield from start_readers.table(served, entry, self._forget)
+                yield from start_readers.format_table(served, entry, self._forget)
         self.settle()
 
     def _reader(self) -> contextlib.AbstractContextManager[start_readers.Ask]:
-        argv = ["srun", f"--container-image={self.path}", *start_readers.command(self.path)]
-        return start_readers.asking(self.site.cluster.popen(argv, stdin=subprocess.PIPE))
+        argv = ["srun", f"--container-image={self.path}", *start_readers.build_command(self.path)]
+        return start_readers.start_conversation(
+            self.site.cluster.popen(argv, stdin=subprocess.PIPE)
+        )
 
     def settle(self, in_full: bool = True) -> None:
         """Waits until jobs, copies and servers have ended; not `in_full`, it ends the copies."""
@@ -159,7 +161,7 @@ class Bench:
     def _become(self, mode: str, variant: str) -> None:
         spec = lines.KINDS[LINES.get(variant, "ours")](self.spec)
         self.configure(**self.variants[variant])
-        lines.become(self.site.cluster, replace(spec, plugstack=(PYXIS[mode],)))
+        lines.apply_spec(self.site.cluster, replace(spec, plugstack=(PYXIS[mode],)))
         self.site.cluster.run(["srun", *self._where(self.other), *NOTHING])
         self.settle()
 
@@ -209,71 +211,75 @@ class Bench:
 
 
 @contextlib.contextmanager
-def on_a_disk(options: argparse.Namespace) -> Iterator[Bench]:
+def start_disk_bench(options: argparse.Namespace) -> Iterator[StartBench]:
     """One node, whose shared file system is a slow disk."""
     # The disk has an inode for each MiB, and an image some thousand files.
     made = replace(hooked(1, nvme_mib=4096 + 4 * options.mib), companion="")
-    spec = lines.on_release(lines.direct(made), options.suite)
+    spec = lines.use_suite(lines.without_test_shell(made), options.suite)
     with tempfile.TemporaryDirectory() as directory, Cluster.up(spec) as cluster:
         work, tree = Path(directory), Path(directory, "shared")
         tree.mkdir()
-        image = start_image.make(tree / "image.sqsh", options.mib, SHARE, work)
-        start_image.make(tree / "other.sqsh", OTHER_MIB, SHARE, work)
+        image = start_image.make_image(tree / "image.sqsh", options.mib, SHARE, work)
+        start_image.make_image(tree / "other.sqsh", OTHER_MIB, SHARE, work)
         tree.chmod(0o755)
-        with start_source.mounted(cluster, tree, LUSTRE, options.latency, work) as disk:
+        with start_source.mount_on_nodes(cluster, tree, LUSTRE, options.latency, work) as disk:
             path, other = f"{LUSTRE}/image.sqsh", f"{LUSTRE}/other.sqsh"
-            idle, site = ready(cluster), Site(cluster)
+            idle, site = prepare_cluster(cluster), Site(cluster)
             configure = partial(site.configure, sources=[LUSTRE], deadline="600s")
             about = site, spec, image, path, disk.given, disk.slow, configure, other, idle
-            yield Bench(*about, cluster.nodes, VARIANTS, in_full=False)
+            yield StartBench(*about, cluster.nodes, VARIANTS, in_full=False)
 
 
 @contextlib.contextmanager
-def on_a_network(options: argparse.Namespace) -> Iterator[Bench]:
+def start_network_bench(options: argparse.Namespace) -> Iterator[StartBench]:
     """Several nodes with the networks of bench/peers."""
     mbit = 8 * options.rates["unpack"]
     made = networked(options.nodes, Net(node_mbit=mbit, store_mbit=mbit))
-    spec = lines.direct(replace(made, nvme_mib=4 * options.mib + 128, companion=""))
+    spec = lines.without_test_shell(replace(made, nvme_mib=4 * options.mib + 128, companion=""))
     with tempfile.TemporaryDirectory() as work, Cluster.up(spec) as cluster:
         fleet = Fleet(cluster)
         path, other = "/shared/alice/image.sqsh", "/shared/alice/other.sqsh"
-        image = start_image.make(cluster.host_path(path), options.mib, NETWORK_SHARE, Path(work))
-        start_image.make(cluster.host_path(other), OTHER_MIB, NETWORK_SHARE, Path(work))
+        image = start_image.make_image(
+            cluster.host_path(path), options.mib, NETWORK_SHARE, Path(work)
+        )
+        start_image.make_image(cluster.host_path(other), OTHER_MIB, NETWORK_SHARE, Path(work))
         fleet.configure()
         fleet.serve(cluster.nodes)
         about = fleet, spec, image, path, fleet.sent_by_store, lambda _: None, fleet.configure
-        yield Bench(*about, other, ready(cluster), cluster.nodes, VARIANTS, in_full=True)
+        yield StartBench(
+            *about, other, prepare_cluster(cluster), cluster.nodes, VARIANTS, in_full=True
+        )
 
 
-def ready(cluster: Cluster) -> Idle:
+def prepare_cluster(cluster: Cluster) -> IdleNodes:
     site = Site(cluster)
     for node in cluster.nodes:
         site.root(["mkdir", "-m", "1777", UNPACKED], node)
     compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
     site.root(compiled, cluster.nodes[0])
-    return Idle(site)
+    return IdleNodes(site)
 
 
 # The table
 
-Runs = dict[str, list[Run]]  # by variant, one for each round
+Runs = dict[str, list[StartRun]]  # by variant, one for each round
 
 
-def measure(bench: Bench, mode: str, variants: Sequence[str], rounds: int) -> Runs:
+def measure_starts(bench: StartBench, mode: str, variants: Sequence[str], rounds: int) -> Runs:
     runs: Runs = {variant: [] for variant in variants}
     bench.start(mode, "without")  # reads all programs once; does not count
     for number in range(rounds):
-        for variant in rotate(variants, number):
+        for variant in rotate_names(variants, number):
             runs[variant].append(bench.start(mode, variant))
     return runs
 
 
-def ratios(runs: Runs, variant: str, base: str) -> list[float]:
+def list_ratios(runs: Runs, variant: str, base: str) -> list[float]:
     pairs = zip(runs[variant], runs[base], strict=True)
     return [one.seconds / other.seconds for one, other in pairs]
 
 
-def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
+def format_table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
     """`read`: images that the source gave, on several nodes with all that the copies read.
 
     `came`: how the image came, as forestage has noted it.
@@ -282,19 +288,19 @@ def table(mode: str, rate: float, runs: Runs, size: int) -> Iterator[str]:
     yield f"| {mode}, {rate:g} MB/s | s | from | to |{to} read | came |"
     yield "|:--" + "|--:" * 10 + "|:--|"
     for variant, done in runs.items():
-        figures = spread([one.seconds for one in done])
+        figures = find_spread([one.seconds for one in done])
         for base in BASES:
-            figures += spread(ratios(runs, variant, base))
+            figures += find_spread(list_ratios(runs, variant, base))
         figures += [statistics.median(one.read for one in done) / size]
         came = ", ".join(sorted(frozenset().union(*(one.came for one in done))))
         yield f"| {variant} | {' | '.join(f'{one:.2f}' for one in figures)} | {came} |"
 
 
-def run(options: argparse.Namespace) -> Iterator[str]:
-    start, load = time.monotonic(), busy.Load()
-    place = on_a_disk if options.nodes == 1 else on_a_network
+def run_bench(options: argparse.Namespace) -> Iterator[str]:
+    start, load = time.monotonic(), busy.MachineLoad()
+    place = start_disk_bench if options.nodes == 1 else start_network_bench
     with place(options) as bench:
-        size, release = bench.image.size, lines.release(bench.site.cluster)
+        size, release = bench.image.size, lines.read_slurm_release(bench.site.cluster)
         yield (
             f"{options.nodes} nodes, {size / MIB:.0f} MiB, {options.latency} ms for each read,"
             f" {os.cpu_count()} processors; medians of {options.rounds}\n"
@@ -302,20 +308,20 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         found = {}
         for mode, rate in options.rates.items():
             bench.slow(rate * 1e6)
-            found[mode] = measure(bench, mode, options.variants, options.rounds)
-            yield from (*table(mode, rate, found[mode], size), "")
+            found[mode] = measure_starts(bench, mode, options.variants, options.rounds)
+            yield from (*format_table(mode, rate, found[mode], size), "")
         if options.nodes == 1:
             yield from (*bench.readers(), "")
     yield f"{time.monotonic() - start:.0f} s\n"
     yield f"Slurm {release}, {options.rounds} rounds"
-    yield load.last(summary(found, size, options.nodes))
+    yield load.last(format_summary(found, size, options.nodes))
 
 
-def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
+def format_summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
     """The line that others read, for `cold: auto`."""
 
     def words(variant: str, name: str, base: str) -> list[str]:
-        ratio = {mode: statistics.median(ratios(found[mode], variant, base)) for mode in MODES}
+        ratio = {mode: statistics.median(list_ratios(found[mode], variant, base)) for mode in MODES}
         return [f"{prefix}{mode}_{name}={ratio[mode]:.2f}" for mode in MODES]
 
     prefix = f"n{nodes}_" if nodes > 1 else ""
@@ -330,18 +336,18 @@ def summary(found: Mapping[str, Runs], size: int, nodes: int) -> str:
 
 
 def main() -> int:
-    return printed(run(_options()))
+    return print_in_memory(run_bench(_read_options()))
 
 
-def _options() -> argparse.Namespace:
-    parser = busy.Bench("start", __doc__, "10 minutes, with --nodes 8 as long")
+def _read_options() -> argparse.Namespace:
+    parser = busy.BenchOptions("start", __doc__, "10 minutes, with --nodes 8 as long")
     parser.add_argument("mib", nargs="?", type=int, help="of the image")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbyte", type=float, help="what the source gives in a second, MB")
     parser.add_argument("--latency", type=int, default=0, help="of each read, ms; one node only")
-    parser.add_argument("--variants", type=_variants, help=",".join(VARIANTS))
-    lines.add_suite(parser)
+    parser.add_argument("--variants", type=_read_variants, help=",".join(VARIANTS))
+    lines.add_suite_option(parser)
     options = parser.begin()
     one = options.nodes == 1
     if options.suite and not one:
@@ -355,7 +361,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _variants(text: str) -> tuple[str, ...]:
+def _read_variants(text: str) -> tuple[str, ...]:
     if unknown := set(words := text.split(",")) - VARIANTS.keys():
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
     return tuple(words)

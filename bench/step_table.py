@@ -60,23 +60,23 @@ Times = dict[str, list[tuple[float, float]]]  # seconds with and without the com
 def main() -> int:
     if sys.argv[1:2] == ["--in-the-job"]:
         with_it, without, rounds = sys.argv[2:]
-        json.dump(measure(with_it, without, int(rounds)), sys.stdout)
+        json.dump(measure_steps(with_it, without, int(rounds)), sys.stdout)
         return 0
     if sys.argv[1:2] == ["--on-the-login"]:
-        json.dump(submit(int(sys.argv[2])), sys.stdout)
+        json.dump(submit_rounds(int(sys.argv[2])), sys.stdout)
         return 0
-    options = busy.Bench("step", __doc__, "2 minutes")
+    options = busy.BenchOptions("step", __doc__, "2 minutes")
     options.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
-    rounds, load = options.begin().rounds, busy.Load()
+    rounds, load = options.begin().rounds, busy.MachineLoad()
     exit_on_sigterm()
     try:
-        show(*on_a_cluster(rounds), load)
+        print_table(*measure_on_cluster(rounds), load)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]]]:
+def measure_on_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]]]:
     """The steps' times, the seconds of the helper's own runs, and those of submissions."""
     half = -(-rounds // 2)  # each node has the companion in one half of the rounds
     spec = ClusterSpec(nodes=2, plugstack=(PYXIS,), companion="")
@@ -89,11 +89,11 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]
         make_image(cluster, IMAGE.format(slashes="/"))
         compiled = ["/usr/lib/forestage/bin/python3", "-m", "compileall", "-q", str(REPO / "src")]
         cluster.run(compiled, user="root", node="n1")
-        submitted = submissions(cluster, rounds)
+        submitted = measure_submissions(cluster, rounds)
         for with_it, without in (("n1", "n2"), ("n2", "n1")):
             plain = ["mount", "--bind", "/etc/slurm/plain.conf", PLUGSTACK]
             cluster.run(plain, user="root", node=without)
-            for name, pairs in one_half(cluster, with_it, without, half).items():
+            for name, pairs in measure_half(cluster, with_it, without, half).items():
                 times[name] += pairs
             cluster.run(["umount", PLUGSTACK], user="root", node=without)
         helped = [seconds for node in cluster.nodes for seconds in helper_times(cluster, node)]
@@ -103,7 +103,7 @@ def on_a_cluster(rounds: int) -> tuple[Times, list[float], dict[str, list[float]
     return times, helped, submitted
 
 
-def submissions(cluster: Cluster, rounds: int) -> dict[str, list[float]]:
+def measure_submissions(cluster: Cluster, rounds: int) -> dict[str, list[float]]:
     """Seconds of each sbatch, by the names of SUBMISSIONS."""
     plain = f"{cluster.read(SLURM_CONF)}PlugStackConfig=/etc/slurm/plain.conf\n"
     cluster.write(PLAIN_CONF, plain)
@@ -112,7 +112,7 @@ def submissions(cluster: Cluster, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def submit(rounds: int) -> dict[str, list[float]]:
+def submit_rounds(rounds: int) -> dict[str, list[float]]:
     """On the login. The first rounds read all programs once; they do not count."""
     took: dict[str, list[float]] = {name: [] for name in SUBMISSIONS}
     for number in range(rounds + WARM_UP):
@@ -127,7 +127,7 @@ def submit(rounds: int) -> dict[str, list[float]]:
     return took
 
 
-def one_half(cluster: Cluster, with_it: str, without: str, rounds: int) -> Times:
+def measure_half(cluster: Cluster, with_it: str, without: str, rounds: int) -> Times:
     script = [sys.executable, "-B", __file__, "--in-the-job", with_it, without, str(rounds)]
     allocation = ["salloc", "--nodes=2", "--ntasks-per-node=8", *script]
     done = cluster.run(allocation, timeout=60 + 8 * rounds)
@@ -142,28 +142,28 @@ def helper_times(cluster: Cluster, node: str) -> list[float]:
     return [step["total"] for step in steps if "wait" in step["outcome"]]
 
 
-def measure(with_it: str, without: str, rounds: int) -> Times:
+def measure_steps(with_it: str, without: str, rounds: int) -> Times:
     """In the job. The first rounds copy the image and read all programs once; they do not count."""
     times: Times = {name: [] for name in STEPS}
     for number in range(rounds + WARM_UP):
         for name, (_, options) in STEPS.items():
             order = (with_it, without) if number % 2 else (without, with_it)
             named = [option.format(slashes="/" * (number + 1)) for option in options]
-            took = {node: timed(node, named) for node in order}
+            took = {node: time_srun(node, named) for node in order}
             if number >= WARM_UP:
                 times[name].append((took[with_it], took[without]))
     return times
 
 
-def timed(node: str, options: list[str]) -> float:
+def time_srun(node: str, options: list[str]) -> float:
     where = ["--nodes=1", f"--nodelist={node}", "--overlap"]
     start = time.perf_counter()
     subprocess.run(["srun", *where, *options, "/bin/true"], check=True)
     return time.perf_counter() - start
 
 
-def show(
-    times: Times, helped: list[float], submitted: dict[str, list[float]], load: busy.Load
+def print_table(
+    times: Times, helped: list[float], submitted: dict[str, list[float]], load: busy.MachineLoad
 ) -> None:
     rounds = len(times["first"])
     print(f"{rounds} rounds; milliseconds from the start of srun to its end, medians:\n")

@@ -40,14 +40,14 @@ DEMAND = 0.8  # of the rate
 MEMORY = Path("/mnt")  # there on every Linux; covered in this program's own namespace only
 
 
-class Run(NamedTuple):
+class LoaderRun(NamedTuple):
     waited: float  # seconds, all loaders together
     seconds: float
     read: float  # from the source, in data sets
     peak: float  # of the room
 
 
-def load(paths: Sequence[str], room: int, directory: str, pause: float) -> float:
+def run_loader(paths: Sequence[str], room: int, directory: str, pause: float) -> float:
     """A loader, in a process of its own. Returns the seconds that it waited."""
     shards = window(paths, room, ahead=AHEAD, directory=directory) if room else paths
     waited = 0.0
@@ -64,7 +64,9 @@ def load(paths: Sequence[str], room: int, directory: str, pause: float) -> float
     return waited
 
 
-def run(files: Sequence[Path], room: int, disk: start_source.Disk, pause: float) -> Run:
+def run_loaders(
+    files: Sequence[Path], room: int, disk: start_source.LimitedDisk, pause: float
+) -> LoaderRun:
     with tempfile.TemporaryDirectory(prefix="forestage-bench-") as directory:
         before, start = disk.given(), time.perf_counter()
         loaders = [
@@ -76,7 +78,7 @@ def run(files: Sequence[Path], room: int, disk: start_source.Disk, pause: float)
             )
             for _ in range(LOADERS)
         ]
-        peak = _Peak(Path(directory))
+        peak = _PeakUsage(Path(directory))
         for number, loader in enumerate(loaders):
             assert loader.stdin
             mine = [str(path) for path in files[number::LOADERS]]
@@ -89,10 +91,10 @@ def run(files: Sequence[Path], room: int, disk: start_source.Disk, pause: float)
         size = sum(path.stat().st_size for path in files)
         read = (disk.given() - before) / size
         most = peak.end()
-        return Run(waited, seconds, read, most / room if room else 0.0)
+        return LoaderRun(waited, seconds, read, most / room if room else 0.0)
 
 
-class _Peak:
+class _PeakUsage:
     """The most bytes that were below a directory, or unlinked and open, at any look."""
 
     def __init__(self, directory: Path) -> None:
@@ -110,8 +112,8 @@ class _Peak:
         return self.bytes
 
 
-def table(mib: float, rounds: int) -> Iterator[str]:
-    busied = busy.Load()
+def format_table(mib: float, rounds: int) -> Iterator[str]:
+    busied = busy.MachineLoad()
     subprocess.run(["mount", "-t", "tmpfs", "memory", MEMORY], check=True)
     tree, size = MEMORY / "tree", int(mib * MIB)
     tree.mkdir()
@@ -123,14 +125,14 @@ def table(mib: float, rounds: int) -> Iterator[str]:
     yield "| way | waited s | seconds | read x | peak x |"
     yield "|:--" + "|--:" * 4 + "|"
     pairs = []
-    with start_source.limited(tree, MEMORY) as (disk, shown):
+    with start_source.mount_here(tree, MEMORY) as (disk, shown):
         files = sorted(shown.glob("*.tar"))
         disk.slow(RATE)
         for number in range(rounds):
-            got: dict[int, Run] = {}
+            got: dict[int, LoaderRun] = {}
             for take in (0, room) if number % 2 else (room, 0):
                 Path("/proc/sys/vm/drop_caches").write_text("1")
-                got[take] = run(files, take, disk, pause)
+                got[take] = run_loaders(files, take, disk, pause)
                 yield "| {} | {:.2f} | {:.1f} | {:.2f} | {:.2f} |".format(
                     "window" if take else "shared", *got[take]
                 )
@@ -146,13 +148,13 @@ def table(mib: float, rounds: int) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--load"]:
-        print(load(*json.loads(sys.stdin.readline())))
+        print(run_loader(*json.loads(sys.stdin.readline())))
         return
-    options = busy.Bench("window", __doc__, "4 minutes")
+    options = busy.BenchOptions("window", __doc__, "4 minutes")
     options.add_argument("mib", nargs="?", type=float, default=2.0, help="of each file")
     options.add_argument("rounds", nargs="?", type=int, default=3)
     given = options.begin()
-    for line in table(given.mib, given.rounds):
+    for line in format_table(given.mib, given.rounds):
         print(line, flush=True)
 
 

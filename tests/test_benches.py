@@ -160,5 +160,5 @@ def test_bench_shows_the_stderr_of_a_step_that_ends_without_an_answer() -> None:
     argv = ["sh", "-c", "echo no such file >&2; exit 2"]
     step = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
     refused = pytest.raises(SystemExit, match="ended with 2: no such file")
-    with refused, start_readers.asking(step):
+    with refused, start_readers.start_conversation(step):
         pass
