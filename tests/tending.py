@@ -34,7 +34,7 @@ main(obj=CommandContext(NodePaths(Path({root!r})), Clock()))
 LOOKS = 20  # in a row
 BLIND = """
 if sys.argv[1] == "evict":  # its disk stops at the moment after it was asked
-    disk.check_writable = disk.check_readable = lambda *_: None
+    disk_probe.check_writable = disk_probe.check_readable = lambda *_: None
 """
 
 

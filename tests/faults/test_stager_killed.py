@@ -21,7 +21,7 @@ from forestage.stage import stager
 from node import Node, until
 
 SOURCES = Path(stager.__file__).parent
-POINT = re.compile(r'trace\.point\("(\w+)"\)')
+POINT = re.compile(r'trace\.reach_point\("(\w+)"\)')
 FOUND = {name for file in SOURCES.glob("*.py") for name in POINT.findall(file.read_text())}
 NAMES = sorted(FOUND - {"looking"})  # hooks alone pass that one
 CASES = [("chunks", name) for name in NAMES] + [

@@ -22,7 +22,7 @@ NODE = "n1"
 PYTHON = "/usr/lib/forestage/bin/python3"
 PATIENT = (
     "from forestage.hooks import hook_worker; from forestage.system import probe;"
-    " watch.PROBE_INTERVAL = watch.HANG_AFTER = probe.LIMIT = 600.0;"
+    " hook_worker.PROBE_INTERVAL = hook_worker.HANG_AFTER = probe.LIMIT = 600.0;"
     " probe.find_hang.__defaults__ = (600.0,); "
 )
 """A process that is traced is slow, and its disk is not to count as one that hangs."""
