@@ -17,7 +17,7 @@ from last_uses import find_declared, find_unused
 TREE = Path(__file__).resolve().parents[1]
 IN_CI = ("report", "metrics")
 """Those that .ci/run deletes, beside the one of the page."""
-PASSING = (*IN_CI, "data", "registry")
+PASSING = (*IN_CI, "data", "peers", "prepare", "registry")
 """Those whose rows name all that knows of them."""
 OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet")
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
