@@ -6,11 +6,15 @@ The kinds of a row, and what `where` is: the module that has the name now, as do
     class, function, constant   the module                        bind/namespaces
     module                      nothing; old and new are          bind/namespaces
     parameter                   the function, or the method       bind/unmount.claim
+    method, field               the class                         cache/lease.Leases
     text                        nothing: a word in comments, docstrings and pages, matched whole
 
 `where` may use names from before or after the renaming. A name is resolved through imports, also
 those in functions and those that another module passes on; a local variable of the same name stays.
-Keywords follow a parameter where the call names the function; mypy reports those of methods.
+Members of a class, and keywords, are resolved by the types that mypy finds (receivers.py): a row
+renames what the class defines, its overrides in subclasses, and each use of an object of these. An
+object of unknown type has the new name if every class that defines the old one has it; such uses
+are reported.
 """
 
 from __future__ import annotations
@@ -24,9 +28,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from receivers import Class, Places, Types
+
 import checked
 
-KINDS = ("class", "function", "constant", "module", "parameter", "text")
+KINDS = ("class", "function", "constant", "module", "parameter", "method", "field", "text")
+SETTERS = ("setattr", "delattr", "getattr", "hasattr", "object")
+"""Functions whose second argument is the name of an attribute of the first."""
 Name = tuple[str, str]
 """A module and a name in it, which may be a module, too."""
 
@@ -199,21 +207,118 @@ class Program:
         self._known: dict[Name, Name] = {}
         self._by_old: dict[str, list[Name]] = defaultdict(list)
         self.members: dict[Name, dict[str, str]] = defaultdict(dict)  # of a class
+        self.fields: dict[Name, dict[str, str]] = defaultdict(dict)  # keywords that make a class
+        self.remarks: list[str] = []
         self.parameters: dict[Name, dict[str, str]] = defaultdict(dict)  # of a function
         for row in table.rows:
             if row.kind in ("class", "function", "constant"):
                 owner = self.module(dotted(row.where))
                 self.top[owner, row.old] = row.new
                 self._by_old[row.old].append((owner, row.new))
+        self.types: Types | None = None
+        self._classes: dict[Class, Name] = {}
+        self.bases: dict[Name, list[Name]] = {}
+        if any(row.kind in ("parameter", "method", "field") for row in table.rows):
+            self.types = Types.read(repository, [*self._files()])
+            self._add_members(self.types)
         for row in table.rows:
             if row.kind == "parameter":
-                place, _, name = row.where.removesuffix(".py").partition(".")
-                if row.where.startswith(("tests/", "bench/")):
-                    place, _, name = row.where.partition(".py.")
-                    place += ".py"
-                owner, *rest = [self.module(dotted(place)), *name.split(".")]
-                owner, first = self.canon(owner, rest[0])
-                self.parameters[owner, ".".join([first, *rest[1:]])][row.old] = row.new
+                owner, name = self._within(row.where)
+                class_name, _, method = name.rpartition(".")
+                if class_name:
+                    method = self.members.get((owner, class_name), {}).get(method, method)
+                    name = f"{class_name}.{method}"
+                self.parameters[owner, name][row.old] = row.new
+
+    def _within(self, where: str) -> Name:
+        """Return the module and the name of a class, function or method, as they are afterwards."""
+        place, _, name = where.partition(".")
+        if where.startswith(("tests/", "bench/")):
+            place, _, name = where.partition(".py.")
+            place += ".py"
+        module = dotted(place)
+        if place.endswith(".py"):
+            paths = dict(self._files())
+            module = paths.get(self.repository / place, module)
+        owner, *rest = [self.module(module), *name.split(".")]
+        owner, first = self.canon(owner, rest[0])
+        return owner, ".".join([first, *rest[1:]])
+
+    def _add_members(self, types: Types) -> None:
+        rows: dict[Name, dict[str, Row]] = defaultdict(dict)
+        for row in self.table.rows:
+            if row.kind in ("method", "field"):
+                rows[self._within(row.where)][row.old] = row
+        self._classes = {one: self._class(one) for one in types.bases}
+        self.bases = {
+            self.after(one): [self.after(base) for base in bases]
+            for one, bases in types.bases.items()
+        }
+        known = {afterwards: one for one, afterwards in self._classes.items()}
+        for owner, renamed in rows.items():
+            for row in renamed.values():
+                self._check_row(row, types.defined.get(known.get(owner, owner)))
+        for one in types.bases:
+            self._add_members_of(types, one, rows)
+
+    def _add_members_of(self, types: Types, one: Class, rows: dict[Name, dict[str, Row]]) -> None:
+        line = self._line(one)
+        for base in reversed(line):
+            for old, row in rows.get(base, {}).items():
+                self.members[line[0]][old] = row.new
+                if row.kind == "field" and not types.has_own_init[one]:
+                    self.fields[line[0]][old] = row.new
+        for old, new in self.members.get(line[0], {}).items():
+            for base in types.bases[one]:
+                if old in types.defined[one]:
+                    self._check_override(types, one, base, old, new, rows)
+
+    def _check_row(self, row: Row, defined: set[str] | None) -> None:
+        if defined is None:
+            self.remarks.append(f"no such class: {row}")
+        elif not {row.old, row.new} & defined:
+            self.remarks.append(f"not defined there: {row}")
+        elif {row.old, row.new} <= defined:
+            raise Collision(f"both are defined: {row}")
+
+    def _check_override(
+        self, types: Types, one: Class, base: Class, old: str, new: str, rows: Any
+    ) -> None:
+        defined = types.defined.get(base, set())
+        is_renamed = any(old in rows.get(other, {}) for other in self._line(base))
+        if old in defined and not is_renamed:
+            self.remarks.append(f"{base} has {old}, which {one} overrides as {new}")
+        if new in defined and not is_renamed:
+            raise Collision(f"{one}: {new} of {base} has another meaning")
+
+    def _line(self, one: Class) -> list[Name]:
+        """Return a class and its bases as they are afterwards."""
+        afterwards = self.after(one)
+        return [afterwards, *self.bases.get(afterwards, [])]
+
+    def _class(self, one: Class) -> Name:
+        first, dot, rest = one[1].partition(".")
+        owner, first = self.canon(one[0], first)
+        return owner, first + dot + rest
+
+    def after(self, one: Class) -> Name:
+        return self._classes.get(one, one)
+
+    @cached_property
+    def unique(self) -> dict[str, str]:
+        """Return the old names that only classes define where the new name is the same."""
+        if not self.types:
+            return {}
+        found = {}
+        for old, classes in self.types.defining.items():
+            new = {self.members.get(self.after(one), {}).get(old) for one in classes}
+            if len(new) == 1 and None not in new and old not in self.types.of_modules:
+                found[old] = new.pop() or ""
+        return found
+
+    @cached_property
+    def old_names(self) -> set[str]:
+        return {old for renamed in self.members.values() for old in renamed}
 
     def _files(self) -> Iterator[tuple[Path, str]]:
         for top in ("src", "src/estimate", "src/window"):
@@ -301,6 +406,8 @@ class Editor:
         self._parameters: dict[ast.AST, dict[str, str]] = {}
         self._chain = [module.top]
         self._names: list[str] = []  # of classes and functions around
+        places = program.types.places.get(module.path) if program.types else None
+        self._places = places or Places()
 
     def edit(self) -> str:
         for child in ast.iter_child_nodes(self._module.tree):
@@ -368,6 +475,11 @@ class Editor:
         return found if found != (self._module.name, name) else None
 
     def _Name(self, node: ast.Name) -> None:
+        if own := self._places.members.get(_span(node)):
+            new = self._program.members.get(self._program.after(own), {}).get(node.id)
+            if new:
+                self._replace(self._module.start(node), node.id, new)
+                return
         scope = self._look_up(node.id)
         if scope and scope.node in self._parameters:
             new = self._parameters[scope.node].get(node.id)
@@ -415,10 +527,34 @@ class Editor:
         if owner := self._module_of(node.value):
             self._replace(end, node.attr, self._program.canon(owner, node.attr)[1])
             return
-        classes = self._definition(node.value)  # an attribute of a class
-        new = self._program.members.get(classes or ("", ""), {}).get(node.attr)
-        if new:
+        is_setter = node.attr in ("setter", "deleter") and self._chain[-1].is_class
+        if is_setter and isinstance(node.value, ast.Name):
+            old = node.value.id
+            self._replace(self._module.start(node.value), old, self._members_here().get(old, old))
+        if new := self._new_attribute(node):
             self._replace(end, node.attr, new)
+
+    def _new_attribute(self, node: ast.Attribute) -> str | None:
+        if node.attr not in self._program.old_names:
+            return None
+        classes = self._places.attributes.get((_span(node), node.attr), set())
+        definition = self._definition(node.value)
+        if classes <= {None} and definition in self._program.members:
+            return self._program.members[definition].get(node.attr)
+        at = f"{self._module.path}:{node.lineno}: {ast.unparse(node)}"
+        new = {
+            self._program.members.get(self._program.after(one), {}).get(node.attr)
+            for one in classes
+            if one
+        }
+        if None in classes:
+            unique = self._program.unique.get(node.attr)
+            self._program.remarks.append(f"{at}: of unknown type: {unique or 'left'}")
+            new.add(unique)
+        if len(new) > 1:
+            self._program.remarks.append(f"{at}: one of {new}: left")
+            return None
+        return new.pop() if new else None
 
     # definitions
 
@@ -434,9 +570,14 @@ class Editor:
 
     def _members_here(self) -> dict[str, str]:
         """Return what is renamed of the class whose body this is."""
-        first = self._program.canon(self._module.name, self._names[0])[1]
-        qualified = ".".join([first, *self._names[1:]])
-        return self._program.members.get((self._module.name, qualified), {})
+        names: list[str] = []
+        for scope, name in zip(reversed(self._chain), reversed(self._names), strict=False):
+            if not scope.is_class:
+                break
+            names.insert(0, name)
+        if len(names) == len(self._names):
+            names[0] = self._program.canon(self._module.name, names[0])[1]
+        return self._program.members.get((self._module.name, ".".join(names)), {})
 
     def _ClassDef(self, node: ast.ClassDef) -> None:
         self._define(node, "class ")
@@ -472,6 +613,14 @@ class Editor:
             new = self._members_here().get(target.id, target.id)
             self._replace(self._module.start(target), target.id, new)
         self._quoted(node.annotation)
+
+    def _Assign(self, node: ast.Assign) -> None:
+        names = {one.id for one in node.targets if isinstance(one, ast.Name)}
+        if self._chain[-1].is_class and names & {"__slots__", "__match_args__"}:
+            for one in ast.walk(node.value):
+                if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                    new = self._members_here().get(one.value, one.value)
+                    self._replace(self._module.start(one) + 1, one.value, new)
 
     # imports
 
@@ -529,23 +678,50 @@ class Editor:
     # keywords and strings
 
     def _Call(self, node: ast.Call) -> None:
-        definition = self._definition(node.func)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        renamed: dict[str, str] = {}
-        if definition:
-            renamed |= self._program.members.get(definition, {})
-            renamed |= self._program.parameters.get(
-                (definition[0], f"{definition[1]}.__init__"), {}
-            )
-            renamed |= self._program.parameters.get(definition, {})
+        renamed = self._keywords(node)
         for keyword in node.keywords:
             if keyword.arg and (new := renamed.get(keyword.arg)):
                 self._replace(self._module.start(keyword), keyword.arg, new)
         if len(node.args) > 1:
             self._setter(node.args[0], node.args[1])
+            if name in SETTERS:
+                for owner in self._places.targets.get(_span(node), ()):
+                    self._member_string(self._program.after(owner), node.args[1])
         if name in ("cast", "TypeVar"):
             for argument in [*node.args[:1], *(one.value for one in node.keywords)]:
                 self._quoted(argument)
+
+    def _keywords(self, node: ast.Call) -> dict[str, str]:
+        """Return what is renamed of the fields or parameters of what a call calls."""
+        renamed: dict[str, str] = {}
+        program = self._program
+        classes = {program.after(one) for one in self._places.fields.get(_span(node), ())}
+        functions = {self._function(*one) for one in self._places.parameters.get(_span(node), ())}
+        if definition := self._definition(node.func):
+            classes.add(definition)
+            functions.add(definition)
+        for one in classes:
+            renamed |= program.fields.get(one, {})
+            for base in (one, *program.bases.get(one, ())):
+                renamed |= program.parameters.get((base[0], f"{base[1]}.__init__"), {})
+        for function in functions:
+            renamed |= program.parameters.get(function, {})
+        return renamed
+
+    def _function(self, module: str, name: str) -> Name:
+        """Return the module and name of a function or method as they are afterwards."""
+        owner, dot, method = name.rpartition(".")
+        if not dot:
+            return self._program.canon(module, name)
+        module, owner = self._program.after((module, owner))
+        renamed = self._program.members.get((module, owner), {})
+        return module, f"{owner}.{renamed.get(method, method)}"
+
+    def _member_string(self, owner: Name, name: ast.expr) -> None:
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            new = self._program.members.get(owner, {}).get(name.value, name.value)
+            self._replace(self._module.start(name) + 1, name.value, new)
 
     def _Tuple(self, node: ast.Tuple) -> None:
         if len(node.elts) > 1:
@@ -607,6 +783,10 @@ class Editor:
     def _is_alias(self, name: str) -> bool:
         scope = self._look_up(name)
         return bool(scope and name in scope.aliased)
+
+
+def _span(node: Any) -> tuple[int, int, int, int]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
 def _of_literals(node: ast.AST | None) -> Iterator[ast.AST]:

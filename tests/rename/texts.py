@@ -6,6 +6,7 @@ backticks in the file that imports it, or is written in CamelCase of two words.
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import subprocess
@@ -25,9 +26,11 @@ PATH = re.compile(
 )
 WHOLE = re.compile(r"\bforestage(?:\.\w+)+(?::\w+(?:\.\w+)*)?")
 MEMBER = re.compile(r"(?<![\w.])([a-z_]\w*)\.(\w+)")
+OWN = re.compile(r"(?<=`)(\w+)(?=(?:\(\))?`)|(?<=`self\.)\w+(?=`)")
 QUOTED = re.compile(r"(?<=`)(\w+)(?=(?:\(\))?`)")
 CAMEL = re.compile(r"(?<![\w.`])([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b")
 RAISES = re.compile(r"\bRaises (?:[^.]|\.(?=\w))+")
+OF_CLASS = re.compile(r"(?<![\w.])([A-Z]\w+)\.([a-z_]\w*)")
 CLASS = re.compile(r"(?<![\w.])[A-Z]\w+")
 IMPORT = re.compile(r"from (forestage[\w.]*) import (?:\(([^)]*)\)|([\w, ]+))")
 
@@ -73,6 +76,12 @@ class Texts:
         classes = [row for row in rows if row.kind == "class"]
         count = Counter(row.old for row in classes)
         self._classes = {row.old: row.new for row in classes if count[row.old] == 1}
+        count = Counter(name.rpartition(".")[2] for _, name in program.members)
+        self._members = {
+            name.rpartition(".")[2]: renamed
+            for (_, name), renamed in program.members.items()
+            if count[name.rpartition(".")[2]] == 1
+        }
         words = "|".join(map(re.escape, sorted(self._words, key=len, reverse=True)))
         self._word = re.compile(rf"(?<![\w/.])(?:{words})\b") if words else None
 
@@ -80,7 +89,12 @@ class Texts:
         """Return a text with its references edited that need no imports to be understood."""
         text = PATH.sub(self._path, text)
         text = WHOLE.sub(lambda found: self._whole(found[0]), text)
+        text = OF_CLASS.sub(self._of_class, text)
         return self._word.sub(lambda found: self._words[found[0]], text) if self._word else text
+
+    def _of_class(self, found: re.Match[str]) -> str:
+        renamed = self._members.get(found[1]) or self._members.get(self._classes.get(found[1], ""))
+        return f"{found[1]}.{(renamed or {}).get(found[2], found[2])}"
 
     def in_python(self, module: Module, text: str) -> str:
         """Return a Python file with its comments and strings edited."""
@@ -89,11 +103,16 @@ class Texts:
         for line in lines:
             starts.append(starts[-1] + len(line))
         edits = []
+        classes = self._spans(module, text)
         for kind, first, last in _texts(text):
             start, end = (starts[row - 1] + column for row, column in (first, last))
             old = text[start:end]
             new = self.in_page(old)
             new = self._in_prose(module, new) if kind == "prose" else self._in_string(new)
+            if kind == "prose":
+                for top, bottom, renamed in classes:
+                    if top <= first[0] <= bottom:
+                        new = OWN.sub(lambda word: renamed.get(word[0], word[0]), new)  # noqa: B023
             if new != old:
                 indent = " " * first[1]
                 is_text = kind == "prose" and old.startswith('"')
@@ -101,6 +120,15 @@ class Texts:
         for start, end, new in reversed(edits):
             text = text[:start] + new + text[end:]
         return text
+
+    def _spans(self, module: Module, text: str) -> list[tuple[int, int, dict[str, str]]]:
+        """Return the lines of each class of which a member is renamed, and what is."""
+        return [
+            (node.lineno, node.end_lineno or 0, renamed)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.ClassDef)
+            and (renamed := self._program.members.get((module.name, node.name)))
+        ]
 
     def _in_prose(self, module: Module, text: str) -> str:
         def member(found: re.Match[str]) -> str:
