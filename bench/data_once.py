@@ -30,7 +30,7 @@ class LaterClock(Clock):
 def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
     places = NodePaths()
     config = load_config(places.etc).for_partition("all")
-    node = Node.of(config, places, LaterClock())
+    node = Node.from_config(config, places, LaterClock())
     environ = {
         "SLURM_CONF": "/etc/slurm/slurm.conf",
         "SLURM_JOB_ID": "1",

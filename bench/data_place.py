@@ -105,7 +105,7 @@ class DataBenchNode:
         here = self.node.nvme.stat()
         for one in loop.list_attached_devices():
             # Not by their names: those of another mount namespace may be the same.
-            if one.is_on(here):
+            if one.is_on_file_system(here):
                 loop.detach_device(one)
         points = (self.node.shared, self.node.nvme)
         wait_until(lambda: all(map(_wait_for_unmount, points)), 60, lambda: f"{points} are in use")
@@ -120,8 +120,8 @@ class DataBenchNode:
         self.local.mkdir()
         os.chown(self.local, ALICE.uid, ALICE.gid)
         for job in range(1, 1000):
-            if self.node.leases.file(job).exists():
-                self.node.leases.drop(job)
+            if self.node.leases.lease_file(job).exists():
+                self.node.leases.drop_lease(job)
         self.sync()
 
     def sync(self) -> None:

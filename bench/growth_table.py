@@ -60,7 +60,7 @@ class GrowthNode:
         self.slurm_conf.write_text("\n".join(["BatchStartTimeout=60", *partitions, ""]))
         self.places.loaded.parent.mkdir(parents=True)
         self.places.loaded.touch()
-        self.node = Node.of(load_config(self.places.etc).config, self.places, Clock())
+        self.node = Node.from_config(load_config(self.places.etc).config, self.places, Clock())
         self.node.cache.prepare(require_mount=True)
 
     def image(self) -> Path:

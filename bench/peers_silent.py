@@ -138,7 +138,7 @@ class SilentPeersSite:
         about = self.chunk, "chunks", 1, 0.0
         with lock.held(node.cache.key_lock(self.image.key), 5.0):
             start = time.monotonic()
-            part.write_owner(PartRecord(os.getpid(), boot_id(), self.image, *about))
+            part.write_record(PartRecord(os.getpid(), boot_id(), self.image, *about))
             engine.reserve(content, part)
             names = ",".join(self.names)
             config = msgspec.structs.replace(node.config, chunk_size=self.chunk)

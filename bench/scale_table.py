@@ -109,7 +109,7 @@ def measure_by_entries(count: int) -> tuple[float, float, float]:
         places = make_empty_node(Path(folder))
         try:
             config = Config(sources=(str(places.root / "shared"),))
-            node = Node.of(config, places, Clock())
+            node = Node.from_config(config, places, Clock())
             node.cache.prepare(require_mount=True)
             publish_entries(node.cache, count)
             return measure_node(node)
@@ -118,7 +118,7 @@ def measure_by_entries(count: int) -> tuple[float, float, float]:
 
 
 def measure_node(node: Node) -> tuple[float, float, float]:
-    some = node.cache.stored_entries()[0].entry
+    some = node.cache.list_entries()[0].entry
     assert some is not None
     opened = OpenImage(SourceImage(some.identity, some.access), NOBODY, -1)
     job = Job(1, NOBODY, "", "", "/", (), None, JobHints())
@@ -129,8 +129,8 @@ def measure_node(node: Node) -> tuple[float, float, float]:
             copy_wait.wait_for_copy(node, job, opened, copying, end)
 
     hit = measure_call_ms(look, 200)
-    read = measure_call_ms(node.cache.stored_entries, 5)
-    stored = node.cache.stored_entries()
+    read = measure_call_ms(node.cache.list_entries, 5)
+    stored = node.cache.list_entries()
     room = evict.measure_space(node.cache, stored, node.config)
     goal = evict.EvictionGoal(free=0, used=room.used // 2)
     plan = measure_call_ms(lambda: evict.plan(stored, frozenset(), room, goal), 5)

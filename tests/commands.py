@@ -54,7 +54,7 @@ class Site:
 
     @property
     def node(self) -> Node:
-        return Node.of(load_config(self.places.etc).config, self.places, self.world.clock)
+        return Node.from_config(load_config(self.places.etc).config, self.places, self.world.clock)
 
     def run(self, *args: str) -> Result:
         done = CliRunner().invoke(main, [*args], obj=self.world)
@@ -96,7 +96,7 @@ class Site:
         part = cache.part(wanted.key)
         known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
         owner = PartRecord(os.getpid(), boot_id(), wanted, **known)
-        part.write_owner(owner)
+        part.write_record(owner)
         size = wanted.size
         allocation.reserve_part(part, size, CHUNK, set(range(-(-size // CHUNK))))
         return part, owner
@@ -111,7 +111,7 @@ class Site:
         access = wanted.access
         os.chown(part.image, access.uid, access.gid)
         part.image.chmod(access.mode)
-        whole = digest.digest_image(part.digests())
+        whole = digest.digest_image(part.read_digests())
         entry = Entry(
             wanted.key,
             wanted.identity,
@@ -123,19 +123,19 @@ class Site:
             expected=expected,
         )
         self.node.cache.publish(entry)
-        self.node.cache.touch(wanted.key, NOW - age)
+        self.node.cache.record_use(wanted.key, NOW - age)
         return wanted.key
 
     def forget_checksums(self, key: str) -> None:
         """Leave a copy as a build did that had `digest: false`."""
-        place, entry = self.node.cache.entry_dir(key), self.node.cache.read(key)
+        place, entry = self.node.cache.entry_dir(key), self.node.cache.find_entry_by_key(key)
         (place / "map").write_bytes(digest.UNKNOWN * ((place / "map").stat().st_size // 16))
         bare = msgspec.structs.replace(entry, digest="")
         (place / "entry.json").write_bytes(msgspec.json.encode(bare))
 
     def lease(self, job: int, *uses: EntryUse) -> None:
         user = User("alice", 1000, 1000)
-        self.node.leases.write(Lease(job, user, NOW - 90, str(self.node.cache.root), uses))
+        self.node.leases.write_lease(Lease(job, user, NOW - 90, str(self.node.cache.root), uses))
 
     def keys(self) -> set[str]:
         return {entry.name for entry in self.node.cache.entries.iterdir()}

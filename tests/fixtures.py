@@ -140,7 +140,7 @@ def half(cache: Cache, key: str, boot: str | None, uid: int = 0) -> None:
     part.image.write_bytes(b"half")
     if boot is not None:
         wanted = SourceImage(FileIdentity("/a", 1, 8, 1, 1), AccessRights(0, 0, 0o644))
-        part.write_owner(PartRecord(1, boot, wanted, 4, "chunks", 7, 1.0, uid=uid))
+        part.write_record(PartRecord(1, boot, wanted, 4, "chunks", 7, 1.0, uid=uid))
 
 
 class Settled(Clock):
@@ -167,7 +167,7 @@ def staging_node(tmp_path: Path, cache: Cache, shared: Path) -> Node:
 @pytest.fixture
 def configured(staging_node: Node) -> Callable[..., Node]:
     """The node with other keys of its configuration."""
-    return staging_node.configured
+    return staging_node.with_config
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def ask(node: Node, job: int, image: str | Path, **more: object) -> list[str]:
 
 def noted(node: Node, job: int) -> list[list[str]]:
     """What the companion finds of images in the job's record."""
-    file = node.leases.shown(job)
+    file = node.leases.step_record_file(job)
     lines = file.read_text().splitlines() if file.exists() else []
     return [line.split("\t")[1:] for line in lines if line.startswith("image\t")]
 

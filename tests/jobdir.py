@@ -44,7 +44,7 @@ class Dirs:
     @property
     def on(self) -> Node:
         settings = load_config(self.node.places.etc, self.node.places.config_memo)
-        return Node.of(settings.for_partition("batch"), self.node.places, Clock())
+        return Node.from_config(settings.for_partition("batch"), self.node.places, Clock())
 
     def job(self, job: int, comment: str, user: User = ALICE, **more: str) -> Job:
         return Job.from_environ(self.node.environ(job, user=user, comment=comment) | MANAGER | more)
@@ -105,7 +105,7 @@ class Dirs:
 
     def devices(self) -> list[str]:
         facts = self.node.nvme.stat()
-        return [one.name for one in loop.list_attached_devices() if one.is_on(facts)]
+        return [one.name for one in loop.list_attached_devices() if one.is_on_file_system(facts)]
 
 
 def as_alice(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -136,5 +136,5 @@ def made(node: nodes.Node, file: Path, size: str = "512M") -> Iterator[Dirs]:
         for job in {place.name.partition(".")[0] for place in node.cache.jobs.glob("*")}:
             job_dir.remove_job_dirs(node.cache, int(job))
         for one in loop.list_attached_devices():
-            if one.is_on(dirs.node.nvme.stat()):
+            if one.is_on_file_system(dirs.node.nvme.stat()):
                 loop.detach_device(one)

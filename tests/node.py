@@ -171,7 +171,7 @@ class Node:
             hook.kill()
             hook.join()
         for part in self.parts():
-            owner = part.owner()
+            owner = part.find_record()
             if owner is not None and not self.is_idle(part.directory.name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(owner.pid, signal.SIGKILL)
@@ -297,7 +297,7 @@ class Node:
         self.places.disabled.write_text(why)
 
     def lease(self, job: int) -> Lease | None:
-        return self.leases.read(job)
+        return self.leases.find_lease(job)
 
     def held(self, job: int) -> Lease:
         """The lease of a job that must have one."""
@@ -316,7 +316,7 @@ class Node:
     def shows_entry(self, path: Path, key: str) -> bool:
         """Whether the path leads to that entry's very inode, through a mount as it should be."""
         flags = os.statvfs(path).f_flag
-        return path.samefile(self.cache.image(key)) and flags & READ_ONLY == READ_ONLY
+        return path.samefile(self.cache.image_path(key)) and flags & READ_ONLY == READ_ONLY
 
     def shows_source(self, path: Path) -> bool:
         """Whether the path leads to the shared file system's own inode."""
@@ -400,13 +400,13 @@ def _once_idle(argv: list[str | Path]) -> None:
 class Idle(SlurmClient):
     """Knows the node, and no job on it."""
 
-    def at_work(self) -> frozenset[int]:
+    def list_jobs_with_steps(self) -> frozenset[int]:
         return frozenset()
 
-    def knows_node(self, node: str) -> bool:
+    def has_node(self, node: str) -> bool:
         return True
 
-    def job(self, job: int) -> JobState | None:
+    def find_job(self, job: int) -> JobState | None:
         return None
 
 

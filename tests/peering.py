@@ -61,8 +61,8 @@ main(["peer", "--node", node], obj=CommandContext(NodePaths(Path(root), munge), 
 FINDS = """
 from forestage.config import parse_address
 from forestage.config.keys import PeersSection
-places, of = {places!r}, PeersSection.of
-PeersSection.of = lambda peers, node: (
+places, of = {places!r}, PeersSection.node_address
+PeersSection.node_address = lambda peers, node: (
     parse_address(places[node], peers.port) if node in places else of(peers, node)
 )
 """
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 
 _places: dict[str, str] = {}  # HOST:PORT of the nodes of a test
-_of = PeersSection.of
+_of = PeersSection.node_address
 
 
 def find_at(places: Mapping[str, str]) -> None:
@@ -125,7 +125,7 @@ def _found(peers: PeersSection, node: str) -> ServiceAddress:
     return parse_address(_places[node], peers.port) if node in _places else _of(peers, node)
 
 
-PeersSection.of = _found  # type: ignore[method-assign]
+PeersSection.node_address = _found  # type: ignore[method-assign]
 
 KEPT = 32  # ports; a test has a few
 _kept: list[socket.socket] = []
@@ -250,7 +250,7 @@ class Node:
         wanted = image(seed)
         part = self.cache.part(wanted.key)
         known = {"chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
-        part.write_owner(PartRecord(pid, boot_id(), wanted, **known))  # type: ignore[arg-type]
+        part.write_record(PartRecord(pid, boot_id(), wanted, **known))  # type: ignore[arg-type]
         part.image.write_bytes(b"\0" * SIZE)
         part.map.write_bytes(bytes(ENTRY_BYTES * COUNT))
         return part

@@ -37,7 +37,7 @@ class Private:
         """
         mine = Path(f"/proc/{self.program.pid}/ns/mnt").stat().st_ino
         return [
-            one for one in namespaces.scan_namespaces(node.cache).found if one.namespace == mine
+            one for one in namespaces.scan_namespaces(node.cache).binds if one.namespace == mine
         ]
 
     def binds(self, node: Node) -> int:

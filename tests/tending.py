@@ -64,7 +64,7 @@ class Tended:
         return {one.name: (one.state, one.code) for one in ends}
 
     def parts(self) -> Iterator[TendPart]:
-        config = load_config(self.places.etc).of_node
+        config = load_config(self.places.etc).node_config
         for part in tend.list_parts(TendFacts(self.places, Clock(), config, False), False):
             limit = 0.01 if part.name in self.stuck else HANGS
             yield msgspec.structs.replace(part, limit=limit if part.limit else 0.0)

@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def here(node: Node) -> Here:
     room = {"max_size": SizeOrShare(share=1.0), "min_free": SizeOrShare()}
     given = {"cache": "/mnt/nvme/forestage", "sources": (str(node.shared),), **room}
-    return Here.of(Config(**given, chunk_size=MIB), node.places, Clock())
+    return Here.from_config(Config(**given, chunk_size=MIB), node.places, Clock())
 
 
 def opened(path: Path, user: User = ALICE) -> OpenImage:
@@ -178,7 +178,7 @@ class Copy:
         with self.part.image.open("r+b") as file:
             file.seek(start)
             file.write(data)
-        self.readers.arrived(start, length)
+        self.readers.mark_arrived(start, length)
 
     def bring_marked(self) -> bytes:
         """Brings all of it, but with other bytes than the source's; these bytes."""

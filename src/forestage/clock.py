@@ -30,6 +30,6 @@ class Deadline(msgspec.Struct, frozen=True):
     def after(cls, seconds: float, clock: Clock) -> "Deadline":
         return cls(clock.monotonic() + seconds, clock)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds, never negative."""
         return max(0.0, self.end - self.clock.monotonic())

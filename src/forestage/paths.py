@@ -69,7 +69,7 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.run / "disabled"
 
     @property
-    def kept_off(self) -> Path:
+    def lasting_off_file(self) -> Path:
         """What `forestage off` writes: it counts as `disabled` does, and outlives a reboot."""
         return self.etc / "disabled"
 
@@ -79,11 +79,11 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.run / "companion"
 
     @property
-    def background(self) -> Path:
+    def background_marks(self) -> Path:
         """Whose Prologs may end before their work does, see hooks/background_prolog.py."""
         return self.run / "background"
 
-    def called(self, hook: str) -> Path:
+    def hook_call_mark(self, hook: str) -> Path:
         """What a Prolog or Epilog leaves when Slurm calls it (hooks/boundary), and a sweep."""
         return self.run / f"called.{hook}"
 
@@ -108,7 +108,7 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.root / "forestage/job"
 
     @property
-    def served(self) -> Path:
+    def served_sockets(self) -> Path:
         """Sockets of the files mounted in steps, see features/data/squashfs_server.py."""
         return self.run / "served"
 
@@ -125,7 +125,7 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.run / "disk.json"
 
     @property
-    def collected(self) -> Path:
+    def store_check_mark(self) -> Path:
         """When this node's sweep looked at the store of images, see
         features/registry/store_commands.py."""
         return self.run / "collected"
@@ -160,18 +160,18 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.run / "nodes.json"
 
     @property
-    def proven(self) -> Path:
+    def proven_node(self) -> Path:
         """Which other node last proved its key, see features/peers/proven_node.py."""
         return self.run / "proven.json"
 
     @property
-    def wrong(self) -> Path:
+    def wrong_bytes_notes(self) -> Path:
         """A file for each key of which some node read wrong bytes, see
         features/peers/wrong_data_notices.py."""
         return self.run / "wrong"
 
     @property
-    def unanswered(self) -> Path:
+    def silent_nodes(self) -> Path:
         """A file for each node without an answer, see features/peers/silent_nodes.py."""
         return self.run / "unanswered"
 
@@ -181,7 +181,7 @@ class NodePaths(msgspec.Struct, frozen=True):
         return self.run / "peer.sign"
 
     @property
-    def peer(self) -> Path:
+    def peer_counts(self) -> Path:
         """What the peer service counts."""
         return self.run / "peer.json"
 

@@ -47,7 +47,7 @@ class SizeOrShare(msgspec.Struct, frozen=True):
         except ValueError:
             raise _unexpected_value_error(f"{_A_SIZE}, or {_A_SHARE}", value) from None
 
-    def of(self, total: int) -> int:
+    def resolve_bytes(self, total: int) -> int:
         """Returns the bytes meant of `total` bytes; a size is itself, even above `total`."""
         if self.share is None:
             return self.size or 0

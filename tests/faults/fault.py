@@ -160,9 +160,9 @@ def beside(run: Callable[[], Result]) -> Result:
 def missing(node: Node, key: str) -> int:
     """How many chunks of a part are not in yet."""
     part = node.cache.part(key)
-    owner = part.owner()
+    owner = part.find_record()
     assert owner is not None
-    return len(list_missing_chunks(part.digests(), owner.image.size, owner.chunk))
+    return len(list_missing_chunks(part.read_digests(), owner.image.size, owner.chunk))
 
 
 def served(node: Node, path: Path, data: bytes) -> bool:

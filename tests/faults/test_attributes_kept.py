@@ -70,7 +70,7 @@ def serving(node: Node, nfslike: Path, *how: str) -> Iterator[Kept]:
             yield made
         finally:
             for one in loop.list_attached_devices():
-                if one.is_on(node.nvme.stat()):
+                if one.is_on_file_system(node.nvme.stat()):
                     loop.detach_device(one)
             unmount(point)
             server.wait()

@@ -100,7 +100,7 @@ def test_bad_block_met_by_a_job_stops_hits_until_every_entry_was_verified(
     for job, path in ((1, good), (2, bad)):
         assert node.prolog(job, path).said == ("copied", "")
         node.epilog(job)
-    nvme.lose_end_of(node.cache.image(node.identity(bad).key))
+    nvme.lose_end_of(node.cache.image_path(node.identity(bad).key))
 
     assert node.prolog(3, bad).outcome.result == "hit"
     assert read(bad) == errno.EIO  # a plain bind tells nobody
@@ -138,7 +138,7 @@ def test_kernel_log_line_forged_by_a_user_declines_no_job(node: Node, nvme: Disk
 def test_bad_block_met_by_the_nodes_first_job_is_detected(node: Node, nvme: Disk) -> None:
     path = node.put("a.sqsh", image(1))
     assert node.prolog(1, path).outcome.result == "copied"
-    nvme.lose_end_of(node.cache.image(node.identity(path).key))
+    nvme.lose_end_of(node.cache.image_path(node.identity(path).key))
     assert read(path) == errno.EIO
     node.epilog(1)
     assert node.prolog(2, path).said == ("declined", "disk-errors")
@@ -159,7 +159,7 @@ def published(shown: Shown, node: Node) -> Through:
 
 
 def has_entry(through: Through) -> bool:
-    entry = str(through.node.cache.image(through.image.key))
+    entry = str(through.node.cache.image_path(through.image.key))
     links = Path(f"/proc/{through.server()}/fd").glob("*")
     return entry in {os.readlink(link) for link in links if os.path.lexists(link)}
 
@@ -168,7 +168,7 @@ def test_reader_of_a_bad_block_gets_the_sources_bytes_and_the_entry_is_evicted(
     node: Node, nvme: Disk, shown: Shown
 ) -> None:
     through = published(shown, node)
-    copy = node.cache.image(through.image.key)
+    copy = node.cache.image_path(through.image.key)
     with copy.open("rb") as held:
         nvme.lose_end_of(copy)
         assert shows(through.at, source_bytes())
@@ -181,7 +181,7 @@ def test_bad_block_of_an_entry_with_a_changed_source_is_a_read_error(
     node: Node, nvme: Disk, shown: Shown
 ) -> None:
     through = published(shown, node)
-    copy = node.cache.image(through.image.key)
+    copy = node.cache.image_path(through.image.key)
     with through.path.open("r+b") as source:
         source.write(image(9, len(source_bytes())))
     with copy.open("rb"):

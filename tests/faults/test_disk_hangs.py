@@ -102,7 +102,7 @@ def test_frozen_disk_serves_hits_and_declines_copies(node: Node, frozen: Hangs) 
     assert node.shows_source(other)
     assert len(frozen.asking()) == 1, "one process waits for the node"
     assert ended(node, 2, 3, 4) == [(0, "released", "cache-hangs")] * 3
-    assert (node.binds(), node.leases.jobs()) == ({}, ())
+    assert (node.binds(), node.leases.list_jobs()) == ({}, ())
     frozen.go()
     assert node.prolog(5, other).said == ("copied", "")
 
@@ -182,7 +182,7 @@ def test_hook_does_not_wait_for_a_lock_held_on_a_hanging_disk_and_the_sweep_unmo
         ran = beside(lambda: node.prolog(2, path))
         assert ran.ended == (0, "declined", "cache-hangs")
         assert beside(lambda: node.epilog(1)).ended == (0, "released", "cache-hangs")
-    assert node.leases.jobs() == ()
+    assert node.leases.list_jobs() == ()
     assert node.binds() != {}
     frozen.go()
     sweep.run_sweep(here(node), SlurmClient("", ""), False, lambda text: None)
@@ -283,7 +283,7 @@ def test_prolog_and_epilog_end_though_the_disk_hangs_after_its_probe(
         assert ran.returncode == 0
         assert f"{name} job=1" in said
         assert f"result={result} reason=cache-hangs" in said
-    assert node.leases.jobs() == ()
+    assert node.leases.list_jobs() == ()
     assert [one.reason for one in node.outcomes("epilog", 1)] == ["cache-hangs"]
 
 
@@ -306,8 +306,8 @@ def test_step_on_a_hanging_disk_records_an_event_for_the_image_of_the_comment(
 ) -> None:
     """Else `explain` says that no step asked, and that the SPANK plugin may not be there."""
     path = node.staged(1, data=image())
-    node.leases.note(1, ALICE.uid, hinted=(os.fsencode(path),))
-    node.leases.begin_hinted(1)
+    node.leases.add_notes(1, ALICE.uid, hinted=(os.fsencode(path),))
+    node.leases.set_hints_flag(1)
     frozen.stop()
     helper = hook(node, "step", None)
     assert helper.wait(HANGS) == 0

@@ -259,6 +259,6 @@ def test_off_and_on_end_while_a_user_locks_etc_and_a_later_off_cleans_up(
     until(lambda: list(places.etc.glob(".disabled.*")), "the child that was left behind")
     monkeypatch.setattr(switch, "PATIENCE", 60.0)
     done = switching.switch_off(places, clock, "INC-2", None)
-    assert (done.kept, done.files) == (True, (str(places.kept_off),))
+    assert (done.kept, done.files) == (True, (str(places.lasting_off_file),))
     assert not switching.switch_on(places, clock).off
     assert not list(places.etc.glob(".disabled.*"))

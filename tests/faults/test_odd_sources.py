@@ -252,7 +252,7 @@ def test_hanging_copy_yields_its_slot_and_is_resumed_after_being_killed(
     clock = Until(hangs.exists)
     assert beside(lambda: node.prolog(1, path, clock=clock)).said == ("declined", "deadline")
     (part,) = node.parts()
-    owner = part.owner()
+    owner = part.find_record()
     assert owner is not None
     # It gives its place away, though it lives.
     assert beside(lambda: node.prolog(2, other)).said == ("copied", "")
@@ -280,7 +280,7 @@ def test_redirect_on_a_dead_source_does_not_prevent_unmounting_other_redirects(
     for job, path in enumerate(paths, 1):
         assert node.prolog(job, path).said == ("copied", "")
     for job in (1, 2, 3):
-        node.leases.drop(job)  # as if their Epilogs had been killed
+        node.leases.drop_lease(job)  # as if their Epilogs had been killed
     harm(far)
 
     ran = beside(lambda: node.epilog(4))

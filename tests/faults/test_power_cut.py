@@ -108,7 +108,7 @@ def test_published_entry_survives_a_power_cut(
     assert points.count("published") == 1
     power.back()
     (key,) = node.entries()
-    assert node.cache.image(key).read_bytes() == image()
+    assert node.cache.image_path(key).read_bytes() == image()
     # Nobody knows that yet: it is read first, and without digests copied anew.
     assert node.prolog(2, path).outcome.result == "copied"
     assert path.read_bytes() == image()
@@ -130,10 +130,10 @@ def test_entry_damaged_by_a_power_cut_is_not_served_and_is_repaired_from_the_sou
     node = power.node
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key
-    inode = node.cache.image(key).stat().st_ino
+    inode = node.cache.image_path(key).stat().st_ino
     power.back()
     lose = {
-        "bytes": lambda: overwrite(node.cache.image(key), 3 * MIB),
+        "bytes": lambda: overwrite(node.cache.image_path(key), 3 * MIB),
         "map": lambda: overwrite(node.cache.entry_dir(key) / "map", 16),
         "record": lambda: overwrite(node.cache.entry_dir(key) / "entry.json", 0),
     }
@@ -143,7 +143,7 @@ def test_entry_damaged_by_a_power_cut_is_not_served_and_is_repaired_from_the_sou
     size = len(image())
     expected = {"nothing": size, "bytes": size - MIB}.get(loss, 0)
     assert copied(node) == (expected, size)
-    assert (node.cache.image(key).stat().st_ino == inode) is bool(expected)
+    assert (node.cache.image_path(key).stat().st_ino == inode) is bool(expected)
     assert node.prolog(3, path).outcome.result == "hit"
 
 
@@ -160,7 +160,7 @@ def test_stager_killed_while_verifying_an_entry_of_an_earlier_boot_leaves_no_ent
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key
     power.back()
-    overwrite(node.cache.image(key), 3 * MIB)
+    overwrite(node.cache.image_path(key), 3 * MIB)
 
     def note_and_die() -> None:
         record = node.cache.part_dir(key) / "entry.json"
@@ -190,10 +190,10 @@ def test_evicted_entry_restored_by_a_power_cut_is_whole(power: Power) -> None:
     path = node.put("alice/image.sqsh", image())
     key = node.prolog(1, path).outcome.key
     node.epilog(1)
-    node.cache.evict(key)
+    node.cache.evict_entry(key)
     node.cache.delete_evicted()
     power.cut()
     power.back()
-    assert all(node.cache.image(key).read_bytes() == image() for key in node.entries())
+    assert all(node.cache.image_path(key).read_bytes() == image() for key in node.entries())
     assert node.prolog(2, path).outcome.result in ("hit", "copied")
     assert path.read_bytes() == image()

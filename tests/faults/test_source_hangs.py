@@ -201,7 +201,7 @@ def test_job_stops_waiting_early_for_a_slow_source_and_the_copy_completes(
 
     assert (ran.code, *ran.said) == (0, "declined", "deadline")
     assert "the rest takes" in ran.outcome.detail
-    assert deadlines[0].left() > 0
+    assert deadlines[0].seconds_left() > 0
     (part,) = node.parts()
     assert not node.is_idle(part.directory.name)
     assert [use.key for use in node.held(1).uses] == [part.directory.name]

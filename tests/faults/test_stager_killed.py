@@ -87,7 +87,7 @@ def test_resumed_copy_does_not_read_completed_chunks_again(
 def _rsync_of(node: Node, key: str) -> int | None:
     """The pid of the rsync that copies into a part, once it has begun to."""
     part = node.cache.part(key)
-    owner = part.owner()
+    owner = part.find_record()
     if owner is None or not part.image.exists() or part.image.stat().st_size == 0:
         return None
     threads = Path(f"/proc/{owner.pid}/task").glob("*/children")  # any may have started it
@@ -126,9 +126,9 @@ def test_rsync_of_a_killed_stager_does_not_write_into_the_entry(
     with (node.server / "alice/image.sqsh").open("r+b") as source:
         source.write(image(2))
     end = time.monotonic() + 3  # it would go on for longer than that
-    while time.monotonic() < end and node.cache.image(key).read_bytes() == image():
+    while time.monotonic() < end and node.cache.image_path(key).read_bytes() == image():
         time.sleep(0.05)
-    assert node.cache.image(key).read_bytes() == image()
+    assert node.cache.image_path(key).read_bytes() == image()
 
 
 def test_copy_by_rsync_is_resumed_after_its_stager_was_killed(
@@ -139,7 +139,7 @@ def test_copy_by_rsync_is_resumed_after_its_stager_was_killed(
     assert 0 < begun < len(image())
 
     def note() -> None:
-        owner = part.owner()
+        owner = part.find_record()
         assert owner is not None
         (tmp_path / "resumed").write_text(str(owner.resumed))
 

@@ -75,7 +75,7 @@ def test_tend_makes_room_while_slurm_does_not_answer(
     node: Node, tended: Tended, tmp_path: Path
 ) -> None:
     fill(node)
-    node.leases.write(Lease(7, ALICE, 0.0, str(node.cache.root)))
+    node.leases.write_lease(Lease(7, ALICE, 0.0, str(node.cache.root)))
     asked, silent = tmp_path / "asked", tmp_path / "silent"
     os.mkfifo(silent)
     squeue = tmp_path / "squeue"
@@ -91,7 +91,7 @@ def test_tend_makes_room_while_slurm_does_not_answer(
     assert node.entries() == set()
     silent.write_text("\n")
     tended.wait("sweep")
-    assert node.leases.jobs() == (7,)
+    assert node.leases.list_jobs() == (7,)
 
 
 def test_tend_makes_room_while_run_is_read_only(node: Node, tended: Tended) -> None:

@@ -145,7 +145,7 @@ def test_read_through_uses_pieces_of_a_part_only_while_marked(shown: Shown) -> N
     copy = Copy(through, source_bytes())
     wrong = copy.bring_marked()
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
-    copy.readers.forget(2)
+    copy.readers.clear_arrived(2)
     found = read_fresh(through.path)
     assert found[2 * MIB : 3 * MIB] == source_bytes()[2 * MIB : 3 * MIB]
     copy.drop()
@@ -157,5 +157,5 @@ def test_read_through_uses_pieces_of_a_part_only_while_marked(shown: Shown) -> N
             copy.bring(start, MIB)
         copy.publish()
         until(lambda: readers[0].count > 20, "reads")
-    copy.cache.evict(copy.image.key)
+    copy.cache.evict_entry(copy.image.key)
     assert read_fresh(through.path) == source_bytes()

@@ -31,7 +31,7 @@ def start(through: Through, **keys: object) -> StartChannel:
 
 
 def end(channel: StartChannel) -> str:
-    message = channel.recv(120)
+    message = channel.receive_message(120)
     assert message is not None
     return message.state
 
@@ -69,10 +69,10 @@ def test_reader_that_gave_up_waiting_still_requests_its_pieces_from_the_copy(
     path = node.put("alice/image.sqsh", source_bytes())
     through = shown(path)
     readers = Copy(through, source_bytes()).readers
-    until(lambda: read_fresh(path, 0, 1) and readers.wanted(), "the server to see the copy")
+    until(lambda: read_fresh(path, 0, 1) and readers.list_wanted(), "the server to see the copy")
     assert read_fresh(path) == source_bytes()
     after = range(RUN // MIB + 2, len(source_bytes()) // MIB + 1)
-    assert set(after) <= set(readers.wanted((NOW,)))
+    assert set(after) <= set(readers.list_wanted((NOW,)))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_sequential_reader_waits_for_a_copy_that_is_about_to_begin(
             through.turns(3)
             assert not read.done()
             copy = Copy(through, source_bytes())
-            until(lambda: copy.readers.wanted((NOW,)), "the copy to be told")
+            until(lambda: copy.readers.list_wanted((NOW,)), "the copy to be told")
             expected = copy.bring_marked()
         found = read.result()
     assert found[:RUN] == source_bytes()[:RUN]
@@ -113,7 +113,7 @@ def test_sequential_reader_does_not_wait_if_the_copy_is_queued_or_missing(
         if queued:
             held.enter_context(lock.held_for_work(node.cache.key_lock(image.key), 1.0))
             owner = PartRecord(os.getpid(), boot_id(), image, MIB, "chunks", 7, 0.0)
-            node.cache.part(image.key).write_owner(owner)
+            node.cache.part(image.key).write_record(owner)
         shown(path)
         assert shows(path, source_bytes())
 
@@ -143,7 +143,7 @@ def leased(node: Node, shown: Shown) -> Through:
     """Image and keeper of a job that runs, and needs the copy."""
     through = shown(node.put("alice/image.sqsh", source_bytes()))
     use = EntryUse(through.image.key)
-    node.leases.write(Lease(7, ALICE, 0.0, str(node.cache.root), (use,)))
+    node.leases.write_lease(Lease(7, ALICE, 0.0, str(node.cache.root), (use,)))
     return through
 
 
@@ -159,7 +159,7 @@ def test_copy_with_a_killed_stager_is_resumed_while_a_job_reads_through(
     with start(through, threads=1) as channel:
         assert end(channel) == "died"
     assert read_fresh(through.path) == source_bytes()
-    until(lambda: node.cache.find(through.image), "the copy's end")
+    until(lambda: node.cache.find_entry(through.image), "the copy's end")
     assert read_fresh(through.path) == source_bytes()
     killed, other = (pid for name, pid in points.passed() if name == "claimed")
     assert killed != other
@@ -196,7 +196,7 @@ def test_keeper_restarts_no_stager_without_a_job_or_room_or_after_stop_or_upgrad
     ends = {"no room": no_room, "stopped": lambda: os.kill(os.getpid(), signal.SIGTERM)}
     points.at("chunk", ends.get(why, kill_stager), nth=4)
     if why == "no job":
-        node.leases.drop(7)
+        node.leases.drop_lease(7)
     with start(through, threads=1) as channel:
         assert end(channel) == ("failed" if why in ends else "died")
     through.turns(16)

@@ -35,7 +35,7 @@ def leased(node: Node) -> Path:
     """An image for which job 1 holds a lease."""
     path = node.put("alice/image.sqsh", source_bytes())
     use = EntryUse(opened(path).image.key)
-    node.leases.write(Lease(1, ALICE, 0.0, str(node.cache.root), (use,)))
+    node.leases.write_lease(Lease(1, ALICE, 0.0, str(node.cache.root), (use,)))
     return path
 
 
@@ -61,7 +61,7 @@ def test_keeper_and_server_end_with_the_last_mount(
     path = leased(node)
     through = shown(path)
     through.lay()
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     until(lambda: not through.sock.exists(), "the keeper to let go")
     assert read_fresh(through.path) == source_bytes()
     through.take_off()
@@ -78,12 +78,12 @@ def test_keeper_stays_while_a_lease_or_connection_needs_the_file(
     through = shown(leased(node), lay=False)
     with through.connect() as line:
         if needed_by == "connection":
-            node.leases.drop(1)
+            node.leases.drop_lease(1)
         else:
             line.close()
         through.turns(6)
         assert through.sock.exists()
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     through.ended()
 
 
@@ -161,7 +161,7 @@ def test_keeper_reports_a_kernel_without_mount_api_to_the_task(
     with through.connect() as line:
         line.send(b"mount")
         assert line.recv(64) == b"no Function not implemented"
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     through.ended()
 
 
@@ -304,7 +304,7 @@ facts = os.fstat(fd)
 access = AccessRights(facts.st_uid, facts.st_gid, facts.st_mode & 0o7777)
 found = SourceImage(source_image.identity_from_stat(facts, str(path)), access)
 opened = OpenImage(found, User("", 1, 1), fd)
-node = Node.of(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
+node = Node.from_config(Config(cache="/mnt/nvme/forestage", chunk_size=2**20), NodePaths(top), Clock())
 job = Job(7, opened.user, "n1", "batch", "/", requests=(), saves=None, hints=JobHints())
 sys.meta_path[:] = [Gone()]
 keeper.start_keeper(CopyTask(node, job, opened))
@@ -330,5 +330,5 @@ def test_running_keeper_and_server_import_nothing_after_a_package_upgrade(
     os.truncate(node.server / "alice/image.sqsh", MIB)
     until(lambda: read_fresh(path) == source_bytes()[:MIB], "the change to be seen")
     through.take_off()
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     assert not asked.exists(), asked.read_text()

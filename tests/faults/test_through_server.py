@@ -257,7 +257,7 @@ def test_read_through_stops_reading_from_a_hanging_disk_until_the_disk_answers(
     slow(far).put("image", wrong)
     subprocess.run(["mount", "--bind", far.point, copy.part.directory], check=True)
     copy.follow()
-    copy.readers.arrived(0, SIZE)
+    copy.readers.mark_arrived(0, SIZE)
     until(lambda: read_fresh(through.path) == wrong, "the part to be found")
     hang(far)
     assert shows(through.path, source_bytes()[:4096])

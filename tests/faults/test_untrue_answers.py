@@ -84,17 +84,17 @@ class Copier:
             file = self.far.folder / name / os.fsdecode(found.files[number].path)
             data = file.read_bytes()
             true[start : start + len(data)] = data
-        return self._copied(OpenImage(tree.image, ALICE, root, other=tree), bytes(true))
+        return self._copied(OpenImage(tree.image, ALICE, root, other_source=tree), bytes(true))
 
     def _copied(self, opened: OpenImage, true: bytes) -> Copied:
         cache, key = self.node.cache, opened.image.key
         ended = stager.copy_and_report(CopyTask(self.node, self.job, opened), threading.Event())
-        entry = cache.read(key)
+        entry = cache.find_entry_by_key(key)
         if entry is None:
             return Copied(ended)
-        file = cache.image(key)
+        file = cache.image_path(key)
         chunks = (true[at : at + CHUNK] for at in range(0, len(true), CHUNK))
-        proven = cache.digests(entry) == b"".join(map(digest.digest_chunk, chunks))
+        proven = cache.read_digests(entry) == b"".join(map(digest.digest_chunk, chunks))
         copied = Copied(ended, file.read_bytes() == true and proven, file.stat().st_blocks)
         shutil.rmtree(file.parent)
         return copied

@@ -93,7 +93,7 @@ def test_at_most_max_copies_run_at_once_and_queued_copies_run_in_order(
 
 
 def _owner(node: Node, path: Path) -> PartRecord | None:
-    return node.cache.part(node.identity(path).key).owner()
+    return node.cache.part(node.identity(path).key).find_record()
 
 
 def test_copy_of_a_job_that_has_ended_yields_its_slot_to_a_needed_copy(
@@ -115,7 +115,7 @@ def test_copy_of_a_job_that_has_ended_yields_its_slot_to_a_needed_copy(
     left = [key for key in keys if key != stopped.key]
     assert [key for key in left if node.is_idle(key)] == []
     for path in paths:
-        if owner := node.cache.stager(node.identity(path).key):
+        if owner := node.cache.find_stager(node.identity(path).key):
             os.kill(owner.pid, signal.SIGTERM)
     until(lambda: all(node.is_idle(key) for key in keys), "the stagers' end")
 
@@ -130,7 +130,7 @@ def test_two_stagers_queued_at_the_same_moment_copy_in_turn(
     node.configure(max_copies=1)
     first, second = (node.put(f"alice/{n}.sqsh", image(n)) for n in (1, 2))
     slow = node.identity(first).key
-    write = Part.write_owner
+    write = Part.write_record
     asked, go_on = tmp_path / "asked", tmp_path / "go-on"
 
     def late(part: Part, owner: PartRecord) -> None:
@@ -139,7 +139,7 @@ def test_two_stagers_queued_at_the_same_moment_copy_in_turn(
             until(go_on.exists, "the second's chance to be over")
         write(part, owner)
 
-    monkeypatch.setattr(Part, "write_owner", late)
+    monkeypatch.setattr(Part, "write_record", late)
     points.at("reserved", gate, nth=None)
     hooks = [Beside(lambda: node.prolog(1, first))]
     until(asked.exists, "the first to stand in line")

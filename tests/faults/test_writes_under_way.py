@@ -79,7 +79,7 @@ def right() -> bytes:
 def is_right(node: Node, path: Path) -> bool:
     """Whether the cache has no entry of this very file, or one with its bytes."""
     key = key_of(path)
-    return key not in node.entries() or node.cache.image(key).read_bytes() == path.read_bytes()
+    return key not in node.entries() or node.cache.image_path(key).read_bytes() == path.read_bytes()
 
 
 def key_of(path: Path) -> str:
@@ -100,7 +100,7 @@ def test_image_being_written_is_declined_and_copied_after_the_write_has_ended(
     parked.land()
     assert key_of(path) == key  # whoever had copied it would not know
     assert node.prolog(2, path).said == ("copied", "")
-    assert node.cache.image(key).read_bytes() == path.read_bytes() == right()
+    assert node.cache.image_path(key).read_bytes() == path.read_bytes() == right()
 
 
 @pytest.mark.cases(2)
@@ -143,7 +143,7 @@ def test_directory_being_written_is_declined_and_copied_after_the_write_has_ende
     parked.land()
     assert staged(node, folder, 2) == ("ready", "")
     (key,) = node.entries()
-    assert right() in node.cache.image(key).read_bytes()
+    assert right() in node.cache.image_path(key).read_bytes()
 
 
 def staged(node: Node, path: Path, job: int) -> tuple[str, str]:

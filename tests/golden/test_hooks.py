@@ -213,7 +213,7 @@ def test_output_of_hooks_with_redirect_spank_equals_the_golden_files(scene: Scen
     scene.epilog("Epilog, no step", 3)
     scene.prolog("Prolog, cold", 4, image=other)
     scene.epilog("Epilog, cold", 4)
-    scene.node.cache.evict(scene.node.identity(other).key)
+    scene.node.cache.evict_entry(scene.node.identity(other).key)
     scene.step("step, cold", 5, other)
     scene.epilog("Epilog, step alone", 5)
     scene.prolog("Prolog, image of the comment", 6, comment=f"stage={path}")
@@ -240,7 +240,7 @@ def test_output_of_hooks_with_a_data_directory_equals_the_golden_files(scene: Sc
         scene.compare("data-directory")
     finally:
         for one in loop.list_attached_devices():
-            if one.is_on(scene.node.nvme.stat()):
+            if one.is_on_file_system(scene.node.nvme.stat()):
                 loop.detach_device(one)
 
 
@@ -317,8 +317,8 @@ def test_output_of_hooks_with_a_prefetched_image_equals_the_golden_files(scene: 
         os.utime(scene.node.server / one.relative_to(scene.node.shared), (now - OLD, now - OLD))
     rows = tuple(ExpectedStarts("gpu", str(one), ALICE.uid, 1.0) for one in (path, late))
     told = ExpectedImageList(1, now, now + LIST_LASTS, {"gpu": "n[1-2]"}, rows[:1])
-    config = load_config(scene.node.places.etc).of_node
-    own = CacheNode.of(config, scene.node.places, Clock())
+    config = load_config(scene.node.places.etc).node_config
+    own = CacheNode.from_config(config, scene.node.places, Clock())
     prefetch_node.run_node_pass(
         own, SlurmClient("", proc=scene.node.places.root / "proc", node="n1"), told_by(told), False
     )

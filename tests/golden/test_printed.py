@@ -35,13 +35,13 @@ GIB = 1 << 30
 class Answers(Idle):
     """A Slurm that needs no daemon."""
 
-    def bind(self) -> SlurmClient:
+    def with_pyslurm(self) -> SlurmClient:
         return self
 
 
 @pytest.fixture(autouse=True)
 def surroundings(as_root: None, terminal: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlurmClient, "of", lambda environ: Answers("", node="n1"))
+    monkeypatch.setattr(SlurmClient, "from_environ", lambda environ: Answers("", node="n1"))
 
 
 def groups(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -112,7 +112,7 @@ def test_first_prolog_of_a_node_detaches_before_opening_the_image(background: Ba
     node = background.node
     path = node.put("alice/image.sqsh")
     node.cache.prepare(False)
-    assert not node.places.background.exists()
+    assert not node.places.background_marks.exists()
     with background.held_up():
         assert background.prolog(path) == ""
         assert node.lease(7) is None
@@ -133,7 +133,7 @@ def test_prolog_script_ends_before_its_detached_process_writes_the_lease(
     background.await_end()
     assert [use.key for use in node.held(7).uses] == [node.identity(image).key]
     assert node.outcomes("prolog", 7)[0].result == "hit"
-    assert node.leases.shown(7).exists()
+    assert node.leases.step_record_file(7).exists()
     background.ended(background.hook("epilog"))
     assert background.left() == []
 
@@ -182,7 +182,7 @@ def test_step_waits_for_the_images_of_the_detached_prolog(
         step = background.hook("step")
         until(lambda: child_sleeps(step.pid) or step.poll() is not None, "the step to wait")
     said = background.ended(step)
-    entry = background.node.cache.image(background.node.identity(image).key)
+    entry = background.node.cache.image_path(background.node.identity(image).key)
     assert f"also\tuse\t{entry}\t{image}\t" in said
 
 
@@ -206,7 +206,7 @@ def test_step_stages_the_image_if_the_detached_prolog_was_killed(
         step = background.hook("step", image=image)
         os.kill(pid, signal.SIGKILL)
         until(lambda: pid not in children_left(), "its end")
-    entry = background.node.cache.image(background.node.identity(image).key)
+    entry = background.node.cache.image_path(background.node.identity(image).key)
     assert f"use\t{entry}\t{image}\t" in background.ended(step)
     assert background.node.held(7).uses
     background.ended(background.hook("epilog"))
@@ -274,7 +274,7 @@ def test_comment_without_a_usable_image_starts_no_helper_in_later_steps(
     background.prolog(image, hint)
     background.prolog(image, hint)
     background.await_end()
-    assert not background.node.leases.hints(7).exists()
+    assert not background.node.leases.hints_flag(7).exists()
 
 
 def test_cold_image_is_copied_after_the_prolog_script_has_ended(
@@ -285,7 +285,7 @@ def test_cold_image_is_copied_after_the_prolog_script_has_ended(
     background.prolog(path)
     key = node.identity(path).key
     until(lambda: key in node.entries() and node.is_idle(key), "the copy")
-    assert node.cache.image(key).read_bytes() == content(2)
+    assert node.cache.image_path(key).read_bytes() == content(2)
 
 
 def test_prolog_stages_in_the_foreground_if_fork_fails(

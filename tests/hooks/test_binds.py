@@ -65,7 +65,7 @@ def answer_to(
 
 
 def lines(node: Node, kind: str) -> list[list[str]]:
-    text = node.leases.shown(7).read_text()
+    text = node.leases.step_record_file(7).read_text()
     found = (line.split("\t") for line in text.splitlines())
     return [line[1:] for line in found if line[0] == kind]
 
@@ -383,7 +383,7 @@ Packed = Callable[[str], bytes]
 
 
 def entry_of(node: Node, path: Path) -> Entry:
-    found = node.cache.read(node.identity(path).key)
+    found = node.cache.find_entry_by_key(node.identity(path).key)
     assert found is not None
     return found
 
@@ -430,7 +430,7 @@ def test_stager_mounts_no_redirect_for_an_image_with_an_fstab_that_may_bind_a_pa
     with held_at("checked", tmp_path):
         assert node.prolog(7, path).outcome.redirect == "later"
     key = node.identity(path).key
-    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    until(lambda: node.cache.image_path(key).exists() and node.is_idle(key), "the copy's end")
     until(lambda: not children_left(), "the stager's end")
     assert entry_of(node, path).binds == ("${DATA}",)
     assert node.binds() == {}

@@ -66,8 +66,8 @@ def accept_disk(node: Node) -> int:
 
 
 def swept(node: Node) -> sweep.SweepReport:
-    config = load_config(node.places.etc).of_node
-    of_cache = NodeOfCache.of(config, node.places, Clock())
+    config = load_config(node.places.etc).node_config
+    of_cache = NodeOfCache.from_config(config, node.places, Clock())
     return sweep.run_sweep(of_cache, Idle("", node="n1"), False, lambda _: None)
 
 
@@ -268,7 +268,7 @@ def test_disk_reached_by_another_mount_point_is_the_same(node: Node, notes: list
     mounts.mount(str(node.cache.root), str(node.cache.root), mounts.MS_BIND)
     path = used(node)
     (known,) = read_known_disks(node.places.known_disks).caches
-    assert known.point == node.cache.real
+    assert known.point == node.cache.real_root
     unmount(node.cache.root)
     assert node.prolog(2, path).outcome.result == "hit"
     assert notes == []
@@ -363,7 +363,7 @@ def test_recorded_origin_of_a_cache_is_dropped_once_nothing_of_its_disk_is_mount
 ) -> None:
     def noted() -> tuple[mounts.BindOrigin, ...]:
         known = records.load(node.places.claims / origins.FILE, origins.KnownOrigins)
-        return known.origins[node.cache.real]
+        return known.origins[node.cache.real_root]
 
     node.staged(1)
     node.epilog(1)

@@ -41,7 +41,7 @@ def result(outcome: object) -> tuple[str, str]:
 def ended(node: Node, path: Path) -> None:
     """The stager has done all that it will do."""
     key = node.identity(path).key
-    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    until(lambda: node.cache.image_path(key).exists() and node.is_idle(key), "the copy's end")
 
 
 def test_job_with_a_cold_image_begins_at_once_and_is_redirected_after_the_copy(
@@ -61,7 +61,7 @@ def test_job_with_a_cold_image_begins_at_once_and_is_redirected_after_the_copy(
     shared.epilog(7)
     assert list(shared.binds()) == [str(path)]
     shared.epilog(8)
-    assert (shared.binds(), shared.leases.all()) == ({}, [])
+    assert (shared.binds(), shared.leases.list_leases()) == ({}, [])
 
 
 def test_prolog_waits_shortly_for_a_small_image(
@@ -88,16 +88,16 @@ def test_job_that_ended_during_its_copy_gets_no_redirect_and_no_lease(
 
     def late(*given: object) -> object:
         found = look(*given)  # type: ignore[arg-type]
-        shared.leases.drop(7)
+        shared.leases.drop_lease(7)
         return found
 
     monkeypatch.setattr(redirect, "_open_target", late)
     assert shared.prolog(7, path).outcome.result == "started"
     gate()
-    until(lambda: not shared.leases.all(), "the stager's look")
+    until(lambda: not shared.leases.list_leases(), "the stager's look")
     ended(shared, path)
     until(lambda: not children_left(), "the stager's end")
-    assert (shared.binds(), shared.leases.all()) == ({}, [])
+    assert (shared.binds(), shared.leases.list_leases()) == ({}, [])
 
 
 def test_stager_mounts_no_redirect_over_a_replaced_file(
@@ -188,7 +188,7 @@ def answer(node: Node, path: Path) -> list[str]:
 
 def noted(node: Node, job: int) -> list[list[str]]:
     """What the companion finds of images in the job's record, without the user's name for them."""
-    file = node.leases.shown(job)
+    file = node.leases.step_record_file(job)
     lines = file.read_text().splitlines() if file.exists() else []
     return [line.split("\t")[2:] for line in lines if line.startswith("image\t")]
 
@@ -246,7 +246,7 @@ def test_step_after_the_end_of_the_copy_is_recorded_with_the_entry(
     ended(through, path)
     assert step(through, 7, path) == ("hit", "spank")
     ((_, _, *words),) = noted(through, 7)
-    assert words[:2] == ["use", str(through.cache.image(through.identity(path).key))]
+    assert words[:2] == ["use", str(through.cache.image_path(through.identity(path).key))]
 
 
 def test_step_starts_a_new_keeper_if_the_first_was_killed(

@@ -227,7 +227,7 @@ def test_stage_off_stages_nothing_and_is_recorded_for_the_jobs_steps(
     ran = node.prolog(7, path, comment="stage=off")
     assert ran.ended == (0, "declined", "disabled" if disabled else "off")
     assert (node.binds(), node.entries()) == ({}, set())
-    assert (node.leases.said(7).off, node.held(7).uses) == (True, ())
+    assert (node.leases.read_notes(7).off, node.held(7).uses) == (True, ())
 
 
 def test_stage_off_unmounts_an_outdated_redirect(node: Node) -> None:

@@ -38,8 +38,8 @@ def configure(node: Node, cache: str | None = None) -> None:
 
 
 def swept(node: Node, dry_run: bool = False) -> sweep.SweepReport:
-    config = load_config(node.places.etc).of_node
-    here = NodeOfCache.of(config, node.places, Clock())
+    config = load_config(node.places.etc).node_config
+    here = NodeOfCache.from_config(config, node.places, Clock())
     return sweep.run_sweep(here, Idle("", node="n1"), dry_run, lambda _: None)
 
 
@@ -70,7 +70,7 @@ def test_sweep_removes_an_ended_jobs_directory_in_an_earlier_cache(
 ) -> None:
     node = left_dir(dirs)
     if not has_lease:  # its Epilog was killed then
-        node.leases.drop(7)
+        node.leases.drop_lease(7)
     assert swept(node, dry_run=True).added == {"job_dirs": ("7.0",)}
     done = swept(node)
     assert (done.added, done.problems) == ({"job_dirs": ("7.0",)}, ())
@@ -83,11 +83,11 @@ def test_sweep_keeps_a_running_jobs_directory_in_an_earlier_cache(dirs: Dirs) ->
     node = left_dir(dirs)
 
     class AtWork(Idle):
-        def at_work(self) -> frozenset[int]:
+        def list_jobs_with_steps(self) -> frozenset[int]:
             return frozenset({7})
 
-    config = load_config(node.places.etc).of_node
-    here = NodeOfCache.of(config, node.places, Clock())
+    config = load_config(node.places.etc).node_config
+    here = NodeOfCache.from_config(config, node.places, Clock())
     assert sweep.run_sweep(here, AtWork("", node="n1"), False, lambda _: None).added == {}
     with dirs.seen(7) as at:
         assert at.stat().st_uid == ALICE.uid
@@ -103,7 +103,7 @@ def foreign_mark(node: Node) -> Path:
 
 def test_earlier_cache_marked_by_another_instance_is_neither_swept_nor_removed(dirs: Dirs) -> None:
     node = left_dir(dirs)
-    node.leases.drop(7)
+    node.leases.drop_lease(7)
     mark = foreign_mark(node)
     assert swept(node).added == {}
     done = evicted(node, node.cache.root)
@@ -128,7 +128,7 @@ def test_two_instances_leave_two_marks_in_a_cache(node: Node) -> None:
     other = node.places.root / "container/run/forestage"
     other.mkdir(parents=True)
     for claims in (node.places.claims, other / "claims", node.places.claims):
-        Cache(node.cache.root, claims).note_instance()
+        Cache(node.cache.root, claims).mark_in_use()
     assert len(list(node.cache.instances.iterdir())) == 2
 
 
@@ -142,7 +142,7 @@ def test_sweep_without_the_configuration_evicts_nothing_of_the_configured_cache(
     done = swept(node)
     assert (done.evicted, done.problems) == ((), ())
     node.configure(cache=OTHER)
-    assert right.read(key) is not None
+    assert right.find_entry_by_key(key) is not None
     assert node.prolog(3, path).said == ("hit", "")
 
 
@@ -164,7 +164,7 @@ def test_evict_cache_removes_an_earlier_cache_with_pins_and_job_directories(dirs
     assert done.exit_code == ExitStatus.OK, done.output
     assert f"The cache {node.cache.root} is removed." in done.output
     assert not node.cache.root.exists()
-    assert read_known_disks(node.places.known_disks).find_disk(node.cache.real) is None
+    assert read_known_disks(node.places.known_disks).find_location(node.cache.real_root) is None
     assert evicted(node, node.cache.root).exit_code == ExitStatus.NOT_FOUND
 
 

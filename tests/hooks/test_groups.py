@@ -57,7 +57,7 @@ def test_image_readable_only_with_slurms_groups_is_declined_by_the_prolog_and_se
     assert ran.said == ("declined", "no-permission")
     assert ran.outcome.detail == f"{closed} is not readable as {KNOWN}"
     assert sentences(spank, 7, "prolog")[-1].startswith("Each step looks again")
-    assert spank.leases.said(7).say == ()
+    assert spank.leases.read_notes(7).say == ()
     other = spank.put("images/other.sqsh")
     lines = Helper(spank, environ(spank, 7, other, groups=GIVEN)).lines()
     assert [line[0] for line in lines] == ["also", "use"]
@@ -83,7 +83,7 @@ def test_declined_image_with_redirect_bind_names_the_groups_known_to_the_node(no
     ran = node.prolog(7, path, comment=f"stage={path}")
     assert ran.outcome.detail == f"{path} is not readable as {KNOWN}"
     assert sentences(node, 7, "prolog")[-1] == "The job kept its original path."
-    assert not node.leases.hints(7).exists()
+    assert not node.leases.hints_flag(7).exists()
 
 
 def of_alice(node: Node, comment: str, **changes: object) -> tuple[Bare, Job]:
@@ -122,7 +122,9 @@ def test_directory_readable_only_in_a_step_is_copied_then(
     shown = show(spank, GIVEN)
     assert (shown.outcomes[0].result, shown.outcomes[0].detail) == ("hit", "")
     assert [line[0] for line in shown.lines] == ["device"]
-    for one in [one for one in loop.list_attached_devices() if one.is_on(spank.nvme.stat())]:
+    for one in [
+        one for one in loop.list_attached_devices() if one.is_on_file_system(spank.nvme.stat())
+    ]:
         loop.detach_device(one)
 
 

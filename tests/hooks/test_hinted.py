@@ -37,7 +37,7 @@ def paths(spank: Node) -> list[Path]:
 def used(node: Node, path: Path) -> str:
     found = node.identity(path)
     numbers = (found.inode, found.size, found.mtime_ns, found.ctime_ns, 1)
-    return "\t".join(["use", str(node.cache.image(found.key)), str(path), *map(str, numbers)])
+    return "\t".join(["use", str(node.cache.image_path(found.key)), str(path), *map(str, numbers)])
 
 
 def test_step_without_an_image_is_answered_with_all_images_of_the_comment(
@@ -104,7 +104,7 @@ def test_declined_image_of_the_comment_is_not_in_a_steps_answer(
 ) -> None:
     path = spank.put("alice/empty.sqsh", b"")
     assert spank.prolog(1, comment=f"stage={path}").said == ("declined", "empty")
-    assert not spank.leases.hints(1).exists()
+    assert not spank.leases.hints_flag(1).exists()
     assert run_step(spank, 1, capfd) == "leave\tno-image\n"
 
 
@@ -112,7 +112,7 @@ def test_job_with_only_an_image_option_records_no_hints_for_other_steps(
     spank: Node, paths: list[Path]
 ) -> None:
     assert spank.prolog(1, paths[0]).said == ("hit", "")
-    assert not spank.leases.hints(1).exists()
+    assert not spank.leases.hints_flag(1).exists()
 
 
 def counted(node: Node) -> EventTally:
@@ -138,7 +138,7 @@ def test_bytes_count_as_spared_for_each_step_that_gets_the_comments_image(
 def test_hinted_image_with_redirect_bind_records_no_hints_for_steps(node: Node) -> None:
     path = node.put("alice/1.sqsh")
     assert node.prolog(1, comment=f"stage={path}").said == ("copied", "")
-    assert not node.leases.hints(1).exists()
+    assert not node.leases.hints_flag(1).exists()
     assert isinstance(node.outcomes("prolog", 1)[0], RequestOutcome)
     assert IMAGE_OPTION not in node.environ(1)
 
@@ -170,7 +170,7 @@ def test_bad_hint_is_reported_to_the_user_once_by_the_first_step(
     (first,) = texts_for_user(run_step(loaded, 1, capfd))
     assert first.startswith(f"forestage: {line.format(shared=loaded.shared)}")
     assert texts_for_user(run_step(loaded, 1, capfd)) == []
-    assert not loaded.leases.hints(1).exists()
+    assert not loaded.leases.hints_flag(1).exists()
     loaded.epilog(1)
     assert not [*loaded.places.leases.iterdir()]
 

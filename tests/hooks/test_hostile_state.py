@@ -96,7 +96,7 @@ def publish(node: Node, name: str, digests: bool = False) -> SourceImage:
 def begin(node: Node, wanted: SourceImage) -> Path:
     """A part of it that could be resumed: its owner has died just now."""
     part = node.cache.part(wanted.key)
-    part.write_owner(PartRecord(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
+    part.write_record(PartRecord(1, boot_id(), wanted, CHUNK, "chunks", job=99, since=0.0))
     allocation.reserve_part(part, wanted.size, CHUNK, {0})
     part.peers.write_bytes(b"5")
     return part.directory
@@ -192,7 +192,7 @@ def spoil_each(node: Node, damage: Damage) -> dict[str, SourceImage]:
 @each("gone", "cut", "full directory", "fifo")
 def test_sweep_after_a_restart_evicts_only_damaged_entries(node: Node, damage: Damage) -> None:
     made = spoil_each(node, damage)
-    here = Here.of(load_config(node.places.etc).config, node.places, Clock())
+    here = Here.from_config(load_config(node.places.etc).config, node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient(""), False, lambda text: None)
     assert done.problems == ()
     assert node.entries() == {made[file].key for file in ("none", "used")}
@@ -217,7 +217,7 @@ def test_damaged_lease_lets_other_jobs_be_served_and_evicts_nothing(
 ) -> None:
     held, other = put(node, "held"), put(node, "other")
     assert node.prolog(1, held.path).code == 0
-    damage(node.leases.file(1))
+    damage(node.leases.lease_file(1))
 
     assert node.prolog(2, other.path).ended == (0, "copied", "")
     assert shows(node, other)
@@ -230,7 +230,7 @@ def test_damaged_lease_lets_other_jobs_be_served_and_evicts_nothing(
     node.configure(max_size=1)
     told = node.epilog(2).outcome
     assert (told.result, told.reason) == ("failed", "lease-damaged")
-    assert str(node.leases.file(1)) in told.detail
+    assert str(node.leases.lease_file(1)) in told.detail
     assert "remove it if the job is gone" in told.detail
     assert held.key in node.entries()
     assert node.prolog(3, put(node, "new").path).said == ("failed", "lease-damaged")
@@ -240,7 +240,7 @@ def test_damaged_lease_lets_other_jobs_be_served_and_evicts_nothing(
     node.configure()
     own = node.epilog(1)
     assert (own.code, *own.said) == (0, "released", "")
-    assert not os.path.lexists(node.leases.file(1))
+    assert not os.path.lexists(node.leases.lease_file(1))
     assert node.binds() == {}
 
 
@@ -250,7 +250,7 @@ def test_requeued_job_with_its_own_damaged_lease_reads_the_source(
 ) -> None:
     wanted = put(node, "image")
     node.prolog(1, wanted.path)
-    damage(node.leases.file(1))
+    damage(node.leases.lease_file(1))
     assert node.prolog(1, wanted.path).ended == (1, "failed", "lease-damaged")
     assert shows(node, wanted)
     assert node.epilog(1).code == 0

@@ -115,7 +115,7 @@ def test_redirect_is_mounted_on_the_opened_file_if_its_path_is_swapped(
     """Swapped in the last moment: after the file was opened and compared, before the mount."""
     path = node.put("alice/sub/image.sqsh")
     victim = node.put("bob/sub/image.sqsh", content(2), user=BOB)
-    write = LeaseDirectory.write
+    write = LeaseDirectory.write_lease
 
     def swapping(leases: LeaseDirectory, lease: Lease) -> None:
         write(leases, lease)
@@ -123,7 +123,7 @@ def test_redirect_is_mounted_on_the_opened_file_if_its_path_is_swapped(
             (node.server / "alice/sub").rename(node.server / "alice/old")
             (node.server / "alice/sub").symlink_to(victim.parent)
 
-    monkeypatch.setattr(LeaseDirectory, "write", swapping)
+    monkeypatch.setattr(LeaseDirectory, "write_lease", swapping)
     assert node.prolog(1, path).outcome.result == "copied"
     assert victim.read_bytes() == content(2)
     assert set(node.binds()) == {str(node.shared / "alice/old/image.sqsh")}
@@ -158,7 +158,7 @@ def test_redirect_moved_during_its_unmount_is_unmounted(
 def test_copy_that_the_jobs_user_cannot_read_is_not_mounted(node: Node, after: Arrange) -> None:
     """A server may grant what no mode shows; then the copy must not be in his way."""
     path = node.put("alice/image.sqsh", mode=0o644)
-    copy = node.cache.image(node.identity(path).key)
+    copy = node.cache.image_path(node.identity(path).key)
     after(copy_wait, "wait_for_copy", lambda: copy.chmod(0o600))
     assert node.prolog(1, path, user=BOB).said == ("declined", "access")
     assert node.binds() == {}
@@ -186,7 +186,7 @@ def test_user_as_root_of_a_user_namespace_cannot_change_a_redirect(node: Node) -
     key = node.prolog(1, path).outcome.key
     node.prolog(2, secret, user=BOB)
     tricks = TRICKS.format(image=shlex.quote(str(path)), other=shlex.quote(str(other)))
-    script = f"{tricks}\ncat {secret} {node.cache.image(key)}; sha256sum < {path}; true"
+    script = f"{tricks}\ncat {secret} {node.cache.image_path(key)}; sha256sum < {path}; true"
     ran = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
         user=ALICE.uid,
@@ -198,8 +198,8 @@ def test_user_as_root_of_a_user_namespace_cannot_change_a_redirect(node: Node) -
     if ran.returncode:
         pytest.skip("no user namespaces here")
     assert content(3)[:64] not in ran.stdout
-    assert node.cache.image(key).read_bytes() == content()
-    assert node.cache.image(key).stat().st_mode & 0o7777 == 0o644
+    assert node.cache.image_path(key).read_bytes() == content()
+    assert node.cache.image_path(key).stat().st_mode & 0o7777 == 0o644
     assert node.shows_entry(path, key)
     assert other.read_bytes() == content(2)
     node.epilog(1)
@@ -297,7 +297,7 @@ def test_paths_swapped_during_hooks_show_no_user_another_users_bytes(
         assert (now.st_uid, now.st_gid, now.st_mode) == (was.st_uid, was.st_gid, was.st_mode)
     assert passwd.read_bytes() == content(3)
     inodes = {secret.stat().st_ino, passwd.stat().st_ino, node.identity(secret).inode}
-    for stored in node.cache.stored_entries():
+    for stored in node.cache.list_entries():
         assert stored.entry is not None
         hers = stored.entry.identity.path.startswith(f"{node.shared}/alice/")
         assert hers == (stored.entry.identity.inode not in inodes)

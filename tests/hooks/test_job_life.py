@@ -45,7 +45,7 @@ def test_job_can_read_a_redirected_image_but_not_write(node: Node) -> None:
 
 def test_image_in_the_cache_is_not_copied_again(node: Node) -> None:
     path = node.staged(1)
-    copy = node.cache.image(node.identity(path).key)
+    copy = node.cache.image_path(node.identity(path).key)
     before = copy.stat()
     node.epilog(1)
 
@@ -158,7 +158,7 @@ def test_next_job_sees_a_changed_source_while_an_older_lease_exists(
         assert path.read_bytes() == content(2)
         # The first job's bytes: what it has open, and its leased entry.
         assert late.read() == content(1)
-        assert node.cache.image(old).read_bytes() == content(1)
+        assert node.cache.image_path(old).read_bytes() == content(1)
     node.epilog(1)
     assert path.read_bytes() == content(2)
     node.epilog(2)

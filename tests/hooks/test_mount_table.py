@@ -75,7 +75,7 @@ def test_outdated_redirect_mounted_while_the_source_is_opened_is_not_read_and_is
             os.seteuid(0)
             if not made.exists():
                 made.mkdir()
-                mounts.mount(str(node.cache.image(outdated)), str(path), mounts.MS_BIND)
+                mounts.mount(str(node.cache.image_path(outdated)), str(path), mounts.MS_BIND)
             os.seteuid(user)
         return real(name, flags, *rest, **named)
 

@@ -30,7 +30,7 @@ def run(*argv: str | Path) -> None:
 
 
 def of_config(node: Node) -> NodeOfCache:
-    return NodeOfCache.of(load_config(node.places.etc).of_node, node.places, Clock())
+    return NodeOfCache.from_config(load_config(node.places.etc).node_config, node.places, Clock())
 
 
 def swept(node: Node) -> sweep.SweepReport:
@@ -100,7 +100,7 @@ def test_outdated_redirect_of_an_earlier_cache_is_not_read_as_the_source(
     node = earlier
     path = node.staged(1)
     if is_evicted:
-        node.leases.drop(1)
+        node.leases.drop_lease(1)
         evict_all(node)
     node.configure(cache=OTHER)
     node.put("alice/image.sqsh", content(2))
@@ -152,7 +152,7 @@ def test_redirects_of_two_earlier_caches_are_listed_by_status_and_unmounted_by_e
     node.epilog(3)
     assert set(node.binds()) == {str(first[1]), str(second[1])}
     for job in (2, 4):  # of killed hooks
-        node.leases.drop(job)
+        node.leases.drop_lease(job)
     assert set(swept(node).redirects) == {str(first[1]), str(second[1])}
     assert node.binds() == {}
     assert all(node.shows_source(path) for path in first + second)
@@ -162,7 +162,7 @@ def test_epilog_of_any_job_unmounts_unneeded_redirects_of_an_earlier_cache(node:
     path = node.staged(1)
     node.configure(cache=OTHER)
     other = node.staged(2, "alice/other.sqsh")
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     node.epilog(2)
     assert node.binds() == {}
     assert node.shows_source(path)
@@ -174,7 +174,7 @@ def test_unredirect_unmounts_redirects_of_all_earlier_caches(node: Node) -> None
     for job, cache in enumerate((OTHER, THIRD)):
         node.configure(cache=cache)
         paths.append(node.staged(job, f"alice/{job}.sqsh"))
-        node.leases.drop(job)
+        node.leases.drop_lease(job)
     node.write_config("no: configuration")
     done = CliRunner().invoke(main, ["unredirect"], obj=CommandContext(node.places, Clock()))
     assert done.exit_code == ExitStatus.OK, done.output
@@ -187,7 +187,7 @@ def test_prolog_with_a_broken_configuration_unmounts_an_outdated_redirect_of_an_
 ) -> None:
     node.configure(cache=OTHER)
     path = node.staged(1)
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     node.put("alice/image.sqsh", content(2))
     node.write_config("no: configuration")
     node.prolog(2, path)
@@ -227,7 +227,7 @@ def test_two_caches_that_record_their_origins_at_once_lose_neither(
     node.places.claims.mkdir(parents=True)
     origins.record_origin(first, mounts.list_mounts())
     looked = origins.list_origins(Cache(node.nvme / "third", node.places.claims))
-    assert {one.root for one in looked} >= {first.real, second.real}
+    assert {one.root for one in looked} >= {first.real_root, second.real_root}
 
 
 LOOK_ALIKE = (
@@ -258,7 +258,7 @@ def test_epilog_of_any_job_unmounts_a_bind_of_an_earlier_cache_in_a_users_namesp
     container = private(*USERS)
     node.configure(cache=OTHER)
     node.staged(2, "alice/other.sqsh")
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     mounts.umount(str(path))
     assert container.binds(node) == 1
     node.epilog(2)

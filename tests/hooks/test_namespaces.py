@@ -146,11 +146,11 @@ def test_copy_killed_with_its_jobs_namespace_is_resumed_by_the_next_job(
     key = node.identity(path).key
     inside = job(users)
     assert inside.asks(node, 1, path) == ["leave", "started"]
-    owner = until(lambda: node.cache.stager(key), "the copy as the node sees it")
+    owner = until(lambda: node.cache.find_stager(key), "the copy as the node sees it")
     assert comm(owner.pid) != PROCESS_NAME
-    until(lambda: any(node.cache.part(key).digests()), "a chunk")
+    until(lambda: any(node.cache.part(key).read_digests()), "a chunk")
     inside.end()
-    assert node.cache.stager(key) is None
+    assert node.cache.find_stager(key) is None
     node.configure(redirect="bind", cold="wait")
     assert node.prolog(2, path).outcome.result == "copied"
     copied = node.outcomes("stager")[-1]

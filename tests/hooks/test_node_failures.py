@@ -303,8 +303,8 @@ def test_epilog_without_a_cache_deletes_the_image_mark(node: Node, text: str) ->
     own.touch()
     others.touch()
     if text:
-        node.leases.file(1).parent.mkdir(parents=True, exist_ok=True)
-        node.leases.file(1).write_text(text)
+        node.leases.lease_file(1).parent.mkdir(parents=True, exist_ok=True)
+        node.leases.lease_file(1).write_text(text)
     node.epilog(1)
     assert (own.exists(), others.exists()) == (False, True)
 
@@ -313,7 +313,7 @@ def test_epilog_with_a_damaged_lease_and_a_broken_configuration_fails_with_lease
     node: Node,
 ) -> None:
     node.prolog(7, node.put("alice/image.sqsh"))
-    node.leases.file(7).write_bytes(b"{")
+    node.leases.lease_file(7).write_bytes(b"{")
     node.write_config("deadline: soon")
     assert node.epilog(7).ended == (1, "failed", "lease-damaged")
 
@@ -331,7 +331,7 @@ def test_mount_point_left_by_a_killed_hook_does_not_stop_later_redirects(
         spot = node.places.redirects / key
         spot.touch()
         for one in (mounts.MS_BIND, *flags):
-            mounts.mount(str(node.cache.image(key)), str(spot), one)
+            mounts.mount(str(node.cache.image_path(key)), str(spot), one)
 
     for job in (2, 3):  # twice, one upon the other
         killed()
@@ -352,7 +352,7 @@ def test_leftovers_of_a_killed_hook_are_removed_by_the_next_hook(node: Node) -> 
     path = node.put("alice/image.sqsh")
     key = node.prolog(1, path).outcome.key
     # Killed between the bind and the end of the hook; and one half-way through a copy.
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     other = node.put("alice/other.sqsh", content(2))
     part = node.cache.part_dir(node.identity(other).key)
     part.mkdir()

@@ -59,7 +59,7 @@ PIECES = {
     "step answered": "forestage.slurm.step_protocol:encode_line",
     "disk asked": "forestage.cache.disk_probe:probe_disk",
     "use noted": "forestage.hooks.epilog:record_last_use",
-    "lease dropped": "forestage.cache.lease:LeaseDirectory.drop",
+    "lease dropped": "forestage.cache.lease:LeaseDirectory.drop_lease",
     "redirects claimed": "forestage.bind.redirect:claim_unneeded_binds",
     "redirects unmounted": "forestage.bind.unmount:unmount_binds",
     "disk's errors looked at": "forestage.cache.disk_errors:scan_kernel_log",
@@ -633,7 +633,7 @@ class Played:
         self.notes.write_text("".join(f"{line}\n" for line in own))
 
     def _sweep(self) -> None:
-        self.patch.setattr(SlurmClient, "of", lambda _: Idle("", node="n1"))
+        self.patch.setattr(SlurmClient, "from_environ", lambda _: Idle("", node="n1"))
         self._command("sweep")
 
     def _command(self, name: str) -> None:
@@ -707,7 +707,10 @@ def test_hook_in_trouble_does_the_required_work_and_leaves_out_the_rest(
             {
                 "off": lambda: node.switch_off("repair"),
                 "broken": lambda: node.write_config("{"),
-                "broken without a lease": lambda: (node.write_config("{"), node.leases.drop(JOB)),
+                "broken without a lease": lambda: (
+                    node.write_config("{"),
+                    node.leases.drop_lease(JOB),
+                ),
                 "hanging": lambda: stack.enter_context(played.hanging()),
                 "unmounted": lambda: unmount(node.nvme),
                 "prefetch host": lambda: played.configure(os.uname().nodename),

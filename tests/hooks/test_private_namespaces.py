@@ -61,14 +61,16 @@ def test_sweep_unmounts_a_bind_that_an_epilog_left_in_a_namespace(
 ) -> None:
     path = node.staged(1)
     container = private(*USERS)
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     for bind in mounts.list_mounts():
         if bind.point == str(path):
             mounts.umount(bind.point)
     assert container.binds(node) == 1
     left = namespaces.unmount_in_namespaces(node.cache, node.leases)
-    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
-    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 0, "it is covered once"
+    assert (left.removed, left.problems, container.binds(node)) == (1, (), 0)
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).removed == 0, (
+        "it is covered once"
+    )
 
 
 def test_path_that_hung_in_one_namespace_is_skipped_by_epilogs_in_other_namespaces(
@@ -77,7 +79,7 @@ def test_path_that_hung_in_one_namespace_is_skipped_by_epilogs_in_other_namespac
     """The mounts of each namespace have ids of their own."""
     path = node.staged(1)
     private(*USERS)
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     mounts.umount(str(path))
     tries, now = node.places.root / "tries", Clock().wall()
     real = namespaces._unmount_in_one_namespace
@@ -90,7 +92,7 @@ def test_path_that_hung_in_one_namespace_is_skipped_by_epilogs_in_other_namespac
 
     monkeypatch.setattr(namespaces, "_unmount_in_one_namespace", hangs)
     monkeypatch.setattr(unmount, "TIMEOUT", 1.0)
-    assert namespaces.unmount_in_namespaces(node.cache, node.leases, now).off == 0
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases, now).removed == 0
     node.prolog(2, path)
     second = private(*USERS)
     assert node.epilog(2).said == ("released", "")
@@ -99,7 +101,7 @@ def test_path_that_hung_in_one_namespace_is_skipped_by_epilogs_in_other_namespac
     # The sweep tries it all the same, and says when it is well again.
     monkeypatch.setattr(namespaces, "_unmount_in_one_namespace", real)
     monkeypatch.setattr(unmount, "TIMEOUT", 600.0)
-    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 2
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).removed == 2
     assert list(node.cache.claims.glob("*.hung")) == []
 
 
@@ -109,12 +111,12 @@ def test_bind_of_an_evicted_entry_in_a_namespace_is_reported_as_a_problem(
     """Nothing can be mounted over a file that was deleted (ENOENT)."""
     path = node.staged(1)
     container = private(*USERS)
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     mounts.umount(str(path))
-    node.cache.evict(node.identity(path).key)
+    node.cache.evict_entry(node.identity(path).key)
     node.cache.delete_evicted()
     left = namespaces.unmount_in_namespaces(node.cache, node.leases)
-    assert left.off == 0
+    assert left.removed == 0
     assert f"{path} in the mount namespace of process {container.program.pid}" in left.problems[0]
 
 
@@ -126,7 +128,7 @@ def test_bind_of_an_evicted_entry_reappears_in_a_namespace_and_the_sweep_reports
     container = private(*USERS)
     node.epilog(1)
     assert container.binds(node) == 0
-    node.cache.evict(node.identity(path).key)
+    node.cache.evict_entry(node.identity(path).key)
     node.cache.delete_evicted()
     assert container.binds(node) == 1
     assert container.reads(path) == content()
@@ -194,7 +196,7 @@ def test_newer_redirect_is_not_bound_over_an_older_bind_in_a_namespace(
     node.prolog(2, path)
     node.epilog(1)
     assert node.shows_entry(path, node.identity(path).key)
-    assert namespaces.unmount_in_namespaces(node.cache, node.leases).off == 0
+    assert namespaces.unmount_in_namespaces(node.cache, node.leases).removed == 0
     assert container.reads(path) == content()
     node.epilog(2)
     node.put("alice/image.sqsh", content(3))
@@ -210,12 +212,12 @@ def test_epilog_scans_namespaces_within_its_time_and_the_sweep_scans_the_rest(
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "LOOK", 0.0)
         assert node.epilog(1).said == ("released", "")
-        assert namespaces.scan_namespaces(node.cache).unread > 0
+        assert namespaces.scan_namespaces(node.cache).unread_namespaces > 0
     assert container.binds(node) == 1
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "LOOK", 0.0)
         left = namespaces.unmount_in_namespaces(node.cache, node.leases)
-    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
+    assert (left.removed, left.problems, container.binds(node)) == (1, (), 0)
 
 
 def test_epilog_reads_a_bounded_part_of_a_namespaces_mount_table_and_the_sweep_more(
@@ -230,10 +232,10 @@ def test_epilog_reads_a_bounded_part_of_a_namespaces_mount_table_and_the_sweep_m
     with monkeypatch.context() as hurried:
         hurried.setattr(namespaces, "SWEEP_MOST", 200)
         left = namespaces.unmount_in_namespaces(node.cache, node.leases)
-    assert left.off == 0
+    assert left.removed == 0
     assert "not looked through" in left.problems[-1]
     left = namespaces.unmount_in_namespaces(node.cache, node.leases)
-    assert (left.off, left.problems, container.binds(node)) == (1, (), 0)
+    assert (left.removed, left.problems, container.binds(node)) == (1, (), 0)
 
 
 def test_namespaces_of_the_jobs_user_are_scanned_first(
@@ -243,7 +245,7 @@ def test_namespaces_of_the_jobs_user_are_scanned_first(
     node.staged(1)
     containers = [private(*USERS), private()]
     for first in (BOB.uid, 0):
-        found = namespaces.scan_namespaces(node.cache, first=first).found
+        found = namespaces.scan_namespaces(node.cache, first_uid=first).binds
         users = [Path(f"/proc/{one.pid}").stat().st_uid for one in found]
         assert sorted(users) == [0, BOB.uid]
         assert users[0] == first, containers

@@ -26,7 +26,7 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
     """Runs hooks in processes of their own; each goes on only when all have found no entry."""
     barrier = fork.Barrier(len(runs), timeout=HANGS)
     answers = fork.SimpleQueue()
-    find = Cache.find
+    find = Cache.find_entry
 
     def child(number: int, run: Callable[[], Ran]) -> None:
         met = False
@@ -39,7 +39,7 @@ def together(*runs: Callable[[], Ran]) -> list[Ran]:
                 barrier.wait()
             return found
 
-        Cache.find = meeting  # type: ignore[method-assign]
+        Cache.find_entry = meeting  # type: ignore[method-assign]
         answers.put((number, run()))
 
     children = [fork.Process(target=child, args=item) for item in enumerate(runs)]
@@ -102,7 +102,7 @@ def test_entry_that_verify_evicts_under_its_lease_is_staged_again_or_declined(
     path = node.put("alice/image.sqsh")
     key = node.identity(path).key
     calls = iter(range(10))
-    after(copy_wait, "wait_for_copy", lambda: next(calls) < times and node.cache.evict(key))
+    after(copy_wait, "wait_for_copy", lambda: next(calls) < times and node.cache.evict_entry(key))
     assert node.prolog(1, path).ended == (0, *said)
     assert node.shows_entry(path, key) if shown else node.shows_source(path)
     assert (node.lease(1) is not None) is shown
@@ -186,7 +186,9 @@ def test_lease_is_written_before_the_redirect_is_mounted(node: Node, before: Arr
     """An Epilog takes off what no lease mentions, so the other order would lose a redirect."""
     path = node.put("alice/image.sqsh")
     mentioned: list[frozenset[str]] = []
-    before(redirect, "_bind_read_only", lambda: mentioned.append(node.leases.redirected()))
+    before(
+        redirect, "_bind_read_only", lambda: mentioned.append(node.leases.list_redirected_paths())
+    )
     node.prolog(1, path)
     assert mentioned == [frozenset({str(path)})]
 

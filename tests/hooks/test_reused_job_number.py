@@ -71,12 +71,12 @@ def test_prolog_without_an_image_releases_another_users_job_of_the_same_number(
 def test_prolog_of_a_reused_number_has_its_own_lease_and_no_notes_of_the_first_job(
     node: Node, image: Path
 ) -> None:
-    node.leases.say(node.held(JOB), off=True, say=("a line for Alice",))
+    node.leases.add_notes_and_keep_lease(node.held(JOB), off=True, say=("a line for Alice",))
     own = node.put("bob/image.sqsh", content(2), BOB)
     assert run(node, "prolog", own, bob=True).said == ("copied", "")
     assert node.held(JOB).user.uid == BOB.uid
     assert [use.path for use in node.held(JOB).uses] == [str(own)]
-    assert node.leases.said(JOB) == JobNotes()
+    assert node.leases.read_notes(JOB) == JobNotes()
     assert node.shows_source(image)
     assert released(node) == [ALICE.name]
 
@@ -85,7 +85,7 @@ def test_prolog_of_a_reused_number_keeps_the_new_jobs_node_list(node: Node, imag
     node.places.loaded.touch()
     own = node.environ(JOB, user=BOB) | {"SLURM_JOB_NODELIST": "n[1,3]"}
     node._run("prolog", own, None)
-    assert node.leases.nodelist(JOB, BOB.uid) == "n[1,3]"
+    assert node.leases.read_nodelist(JOB, BOB.uid) == "n[1,3]"
 
 
 @pytest.mark.parametrize("start", ["", "100"])
@@ -126,7 +126,7 @@ def test_job_with_the_number_of_another_users_running_job_is_declined(
     assert {(one.result, one.reason) for one in ran.outcomes} == {("declined", "other-job")}
     assert run(node, "epilog", bob=True).code == 0
     assert node.held(JOB) == lease
-    assert node.leases.said(JOB) == JobNotes()
+    assert node.leases.read_notes(JOB) == JobNotes()
     assert node.shows_entry(image, lease.uses[0].key)
     assert node.shows_source(own)
 
@@ -137,13 +137,13 @@ def test_step_reads_no_hints_and_notes_of_another_users_job_of_the_same_number(
     path = spank.put("alice/image.sqsh")
     assert spank.prolog(JOB, comment=f"stage={path} stage-wait=9").code == 0
     begin_step(spank)  # else a Prolog would have released it
-    before = spank.held(JOB), spank.leases.said(JOB)
+    before = spank.held(JOB), spank.leases.read_notes(JOB)
     environ = spank.environ(JOB, user=BOB) | {"SLURM_STEP_ID": "0", "FORESTAGE_GROUPS": "4242"}
     spank._run("step", environ, None)
     printed = capfd.readouterr().out
     assert "alice" not in printed
     assert printed.splitlines()[-1] == "leave\tno-image"
-    assert (spank.held(JOB), spank.leases.said(JOB)) == before
+    assert (spank.held(JOB), spank.leases.read_notes(JOB)) == before
     assert spank.outcomes("step", JOB) == ()
 
 

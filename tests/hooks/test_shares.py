@@ -117,10 +117,10 @@ def test_second_user_of_an_image_is_recorded_by_the_epilog(node: Node) -> None:
     path = node.put("alice/image")
     node.prolog(1, path)
     node.epilog(1)
-    assert [one.user for one in node.cache.stored_entries()] == [ALICE.uid]
+    assert [one.user for one in node.cache.list_entries()] == [ALICE.uid]
     node.prolog(2, path, BOB)
     node.epilog(2)
-    assert [one.user for one in node.cache.stored_entries()] == [None]
+    assert [one.user for one in node.cache.list_entries()] == [None]
 
 
 def fill(node: Node, size: int) -> None:
@@ -141,9 +141,7 @@ def test_default_limits_leave_half_of_the_disk_or_a_fifth_beside_other_files(nod
     node.configure(**DEFAULTS)
     for job in range(1, 13):
         stage(node, job, (ALICE, BOB)[job % 2], f"alice/{job}", 4 * MIB)
-        assert (
-            evict.measure_space(node.cache, node.cache.stored_entries(), Config()).used < 33 * MIB
-        )
+        assert evict.measure_space(node.cache, node.cache.list_entries(), Config()).used < 33 * MIB
     assert len(node.entries()) > 3
     fill(node, 26 * MIB)
     node.prolog(50, comment="stage=off")
@@ -246,7 +244,7 @@ def test_evictions_for_a_container_are_in_the_prologs_outcome_and_not_in_the_ste
     ran = node.prolog(20, node.shared / "bob/10", BOB)
     assert isinstance(ran.outcome, RequestOutcome)
     assert len(ran.outcome.evicted) == 2
-    record = node.leases.shown(20).read_text()
+    record = node.leases.step_record_file(20).read_text()
     assert "evicted" not in record
     assert ran.outcome.key in record
 
@@ -255,5 +253,5 @@ def test_step_record_contains_the_room_that_must_stay_free(node: Node) -> None:
     path = node.staged(1)
     node.configure(redirect="spank", unpack_ratio=3, min_free="20%")
     node.prolog(2, path)
-    lines = node.leases.shown(2).read_text().splitlines()
+    lines = node.leases.step_record_file(2).read_text().splitlines()
     assert f"room\t{round(disk(node)[0] / 5)}\t3" in lines

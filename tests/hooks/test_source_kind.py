@@ -39,7 +39,7 @@ class Named:
             return Path(path).read_text(), []
 
         with opening.open_image_for_hook(
-            job.user, as_user.run_in_child(work, str, end.left())[0], node, end
+            job.user, as_user.run_in_child(work, str, end.seconds_left())[0], node, end
         ) as opened:
             yield opened
 
@@ -90,7 +90,7 @@ def test_made_up_source_kind_is_copied_leased_read_through_explained_and_swept(
     assert node.prolog(7, named).said == ("started", "")
     assert step(node, 7, named) == ("through", "spank", str(image))
     gate()
-    until(lambda: node.cache.image(key).exists() and node.is_idle(key), "the copy's end")
+    until(lambda: node.cache.image_path(key).exists() and node.is_idle(key), "the copy's end")
     assert step(node, 7, named) == ("hit", "spank", str(image))
     assert [use.key for use in node.held(7).uses] == [key]
     assert evict.evict_keys(node.cache, node.leases, [key]) == ()
@@ -98,6 +98,8 @@ def test_made_up_source_kind_is_copied_leased_read_through_explained_and_swept(
     node.epilog(7)
     assert node.prolog(8, named).said == ("hit", "")
     config = load_config(node.places.etc).for_partition("batch")
-    swept = sweep.run_sweep(Bare.of(config, node.places, Clock()), Idle("", ""), False, print)
+    swept = sweep.run_sweep(
+        Bare.from_config(config, node.places, Clock()), Idle("", ""), False, print
+    )
     assert [one.job for one in swept.released] == [8]
     assert evict.evict_keys(node.cache, node.leases, [key]) == (key,)

@@ -48,7 +48,7 @@ def slow(node: Node) -> Iterator[Node]:
     node.configure(redirect="spank", bandwidth="1M", threads=1)
     yield node
     for part in node.parts():
-        if owner := part.owner():
+        if owner := part.find_record():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(owner.pid, signal.SIGKILL)
 
@@ -64,7 +64,7 @@ def used(node: Node, path: Path, tell: str = "1") -> list[str]:
     """The answer that makes each task show the copy of exactly this file."""
     seen = node.identity(path)
     facts = (seen.inode, seen.size, seen.mtime_ns, seen.ctime_ns)
-    return ["use", str(node.cache.image(seen.key)), str(path), *map(str, facts), tell]
+    return ["use", str(node.cache.image_path(seen.key)), str(path), *map(str, facts), tell]
 
 
 def keys(node: Node, job: int) -> set[str]:
@@ -82,7 +82,7 @@ def test_step_with_redirect_spank_gets_the_entry_and_the_node_has_no_bind(
     path = spank.put("images/a.sqsh", user=user, mode=0o600)
     assert ask(spank, 7, path, user=user, step=3) == used(spank, path)
     key = spank.identity(path).key
-    assert spank.cache.image(key).read_bytes() == content()
+    assert spank.cache.image_path(key).read_bytes() == content()
     assert (spank.binds(), spank.shows_source(path)) == ({}, True)
     lease = spank.held(7)
     assert lease.uses == (EntryUse(key),)
@@ -124,7 +124,7 @@ def test_prolog_records_the_answer_for_the_first_step_and_the_epilog_deletes_the
     ((asked, uid, _, *answer),) = noted(spank, 7)
     assert (asked, uid, answer) == (str(path), str(ALICE.uid), used(spank, path))
     spank.epilog(7)
-    assert not spank.leases.shown(7).exists()
+    assert not spank.leases.step_record_file(7).exists()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_step_record_is_invalid_if_the_configuration_changes_during_the_hook(
     config = spank.places.etc / "forestage.yaml"
     line = f"file\t{config}\t{config.stat().st_ino}\t{config.stat().st_size}"
     assert noted(spank, 7)
-    assert line not in spank.leases.shown(7).read_text()
+    assert line not in spank.leases.step_record_file(7).read_text()
 
 
 @pytest.mark.parametrize("redirected", ["bind", "none"])
@@ -361,7 +361,9 @@ def test_prolog_starts_the_copy_and_the_step_waits_for_the_copy(
     ran = node.prolog(7, path)
     assert (ran.code, *ran.said, ran.outcome.redirect) == (0, "started", "", "spank")
     assert (node.entries(), keys(node, 7), node.binds()) == (set(), {key}, {})
-    until(lambda: any(part.owner() for part in node.parts()), "the copy")  # else the step's begins
+    until(
+        lambda: any(part.find_record() for part in node.parts()), "the copy"
+    )  # else the step's begins
     helper = Helper(node, environ(node, 7, path))
     assert helper.waits()
     gate()
@@ -394,7 +396,7 @@ def test_stage_wait_of_the_job_limits_the_wait_of_its_steps(slow: Node) -> None:
     said, last = Helper(slow, environ(slow, 7, path)).lines()
     assert (said[0], last) == ("say", ["leave", "deadline"])
     slow.epilog(7)
-    assert slow.leases.all() == []
+    assert slow.leases.list_leases() == []
 
 
 @pytest.mark.parametrize("with_image", [True, False])
@@ -407,7 +409,7 @@ def test_stage_off_applies_to_the_jobs_steps_until_its_epilog(
     assert ask(spank, 7, path) == ["leave", "off"]
     assert spank.entries() == set()
     spank.epilog(7)
-    assert spank.leases.all() == []
+    assert spank.leases.list_leases() == []
     assert ask(spank, 7, path) == used(spank, path)
 
 
@@ -464,7 +466,7 @@ def test_copy_and_lease_survive_a_killed_step_helper(slow: Node) -> None:
     path = slow.put("alice/image.sqsh", content(size=3 * MIB))
     key = slow.identity(path).key
     helper = Helper(slow, environ(slow, 7, path))
-    until(lambda: any(part.owner() for part in slow.parts()), "the copy")
+    until(lambda: any(part.find_record() for part in slow.parts()), "the copy")
     helper.kill()
     assert keys(slow, 7) == {key}
     until(slow.entries, "the copy to go on")
@@ -567,7 +569,7 @@ def test_node_switched_off_until_a_time_serves_steps_afterwards(spank: Node) -> 
     path = spank.put("alice/image.sqsh")
     switch.turn_off(spank.places, "INC-42", Clock().wall() + 3600)
     assert ask(spank, 7, path) == ["leave", "disabled"]
-    spank.places.kept_off.write_text("until 1\nINC-42\n")
+    spank.places.lasting_off_file.write_text("until 1\nINC-42\n")
     assert ask(spank, 7, path)[0] == "use"
 
 

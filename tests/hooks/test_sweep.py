@@ -30,13 +30,13 @@ class Running(SlurmClient):
     No step runs on this machine, so everything hangs on the answers.
     """
 
-    def at_work(self) -> frozenset[int]:
+    def list_jobs_with_steps(self) -> frozenset[int]:
         return frozenset()
 
-    def knows_node(self, node: str) -> bool:
+    def has_node(self, node: str) -> bool:
         return node == "n1"
 
-    def job(self, job: int) -> JobState | None:
+    def find_job(self, job: int) -> JobState | None:
         return JobState("RUNNING", "n1") if (self.proc / str(job)).exists() else None
 
 
@@ -49,7 +49,7 @@ def running(node: Node) -> Running:
 
 def here(node: Node) -> Here:
     config = Config(cache="/mnt/nvme/forestage")
-    return Here.of(config, node.places, Clock())
+    return Here.from_config(config, node.places, Clock())
 
 
 def swept(node: Node, slurm: SlurmClient) -> SweepReport:
@@ -68,7 +68,7 @@ def test_sweep_unmounts_redirects_that_no_running_job_needs(node: Node, running:
     node.prolog(7, path)
     node.prolog(8, other, user=BOB)
     node.prolog(9, stray)
-    node.leases.drop(9)  # as a hook leaves it that was killed
+    node.leases.drop_lease(9)  # as a hook leaves it that was killed
     (running.proc / "8").touch()
     done = swept(node, running)
     # With the first lease goes the stray one; the second job's is needed by the third.
@@ -96,11 +96,11 @@ def test_requeued_job_that_begins_while_slurm_answers_keeps_its_lease(
     node.prolog(7, path)
 
     class Slow(Running):
-        def job(self, job: int) -> JobState | None:
-            answer = super().job(job)
-            before = node.leases.mark(7)
+        def find_job(self, job: int) -> JobState | None:
+            answer = super().find_job(job)
+            before = node.leases.find_version(7)
             # The kernel's clock ticks in milliseconds, and a real Slurm takes some.
-            until(lambda: node.prolog(7, path) and node.leases.mark(7) != before, "a tick")
+            until(lambda: node.prolog(7, path) and node.leases.find_version(7) != before, "a tick")
             return answer
 
     assert swept(node, Slow("", "", running.proc)).released == ()
@@ -156,7 +156,7 @@ def test_sweeps_during_hooks_never_release_running_jobs(
     for flag in running.proc.iterdir():
         flag.unlink()
     swept(node, running)
-    assert (node.leases.jobs(), node.binds(), node.parts()) == ((), {}, [])
+    assert (node.leases.list_jobs(), node.binds(), node.parts()) == ((), {}, [])
     assert all(node.shows_source(path) for path in paths)
 
 
@@ -167,7 +167,7 @@ def test_sweep_removes_lock_files_of_evicted_images(node: Node, running: Running
         node.epilog(job)
     kept = sorted(node.entries())[0]
     for key in node.entries() - {kept}:
-        node.cache.evict(key)
+        node.cache.evict_entry(key)
     assert len(list(node.cache.locks.glob("*.lock"))) == 6
     swept(node, running)
     names = {file.name for file in node.cache.locks.iterdir()}

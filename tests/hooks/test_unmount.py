@@ -55,7 +55,7 @@ def test_hanging_unmount_does_not_stop_the_unmount_of_another_users_redirect(
     other = node.put("bob/b.sqsh", content(2), BOB)
     node.prolog(2, other, user=BOB)
     hung = node.staged(1)  # the newest is the first to go
-    node.leases.drop(2)  # as if its Epilog had been killed
+    node.leases.drop_lease(2)  # as if its Epilog had been killed
     tries = hang(hung)
     ran = node.epilog(1)
     assert (ran.ended, ran.outcome.unmounted) == ((0, "released", "redirect"), 1)
@@ -107,7 +107,7 @@ def test_claim_on_a_failed_unmount_is_released_while_another_unmount_hangs(
 
     monkeypatch.setattr(as_user, "open_path_as_root_or_user", reached)
     for job in (1, 2):
-        node.leases.drop(job)
+        node.leases.drop_lease(job)
     binds = {one.path: one for one in unmount.list_binds(node.cache)}
     sweeps = _fork.Process(
         target=sweep.run_sweep, args=(here(node), SlurmClient(""), False, lambda text: 0)
@@ -173,7 +173,7 @@ def test_prolog_waits_for_an_unmount_under_way_only_as_long_as_stage_wait_allows
     path, real, left = node.staged(1), unmount.wait_until_unmounted, list[float]()
 
     def wait(cache: Cache, going: list[unmount.RedirectBind], end: Deadline) -> None:
-        left.append(end.left())
+        left.append(end.seconds_left())
         real(cache, going, Deadline.after(0.0, Clock()))
 
     (bind,) = unmount.list_binds(node.cache)
@@ -197,12 +197,12 @@ def test_unmount_claim_of_a_killed_hook_does_not_block_the_next_hook(node: Node)
 
 
 def _sweep(node: Node, path: Path) -> None:
-    node.leases.drop(1)
+    node.leases.drop_lease(1)
     sweep.run_sweep(here(node), SlurmClient(""), False, lambda text: None)
 
 
 def _verify(node: Node, path: Path) -> None:
-    node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
+    node.cache.image_path(node.identity(path).key).chmod(0o600)  # not what its record says
     items = inventory.read_inventory(here(node)).items
     assert verify.verify_entries(here(node), items, False, lambda text: None).bad == 1
 
@@ -213,7 +213,7 @@ def _changed(node: Node, path: Path) -> None:
 
 
 def here(node: Node) -> Here:
-    return Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    return Here.from_config(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
 
 
 WAYS: dict[str, Callable[[Node, Path], object]] = {

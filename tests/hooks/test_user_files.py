@@ -220,7 +220,7 @@ def test_end_of_another_users_copy_is_recorded_for_a_user_with_a_lease_on_the_ke
 ) -> None:
     path = node.put("bob/secret.sqsh", user=BOB)
     key = node.identity(path).key
-    node.leases.write(Lease(7, ALICE, 1.0, str(node.cache.root), (EntryUse(key),)))
+    node.leases.write_lease(Lease(7, ALICE, 1.0, str(node.cache.root), (EntryUse(key),)))
     events.record_events(
         node.places, [event(ALICE, 7, RequestOutcome("started", request="/a", key=key))]
     )
@@ -285,7 +285,7 @@ def test_copy_event_is_logged_if_users_of_the_key_cannot_be_read(
     def unreadable(leases: LeaseDirectory, key: str) -> frozenset[int]:
         raise OSError(errno.EIO, os.strerror(errno.EIO), leases.directory)
 
-    monkeypatch.setattr(LeaseDirectory, "users_of", unreadable)
+    monkeypatch.setattr(LeaseDirectory, "list_users_of", unreadable)
     node.staged(7)
     assert next(events.read_events(node.places.events)).hook == "stager"
 
@@ -295,8 +295,8 @@ def test_wrong_bytes_are_logged_if_they_cannot_be_written_for_users(node: Node) 
     path = node.staged(7)
     shutil.rmtree(node.places.users)
     node.places.users.touch()
-    node.cache.image(node.identity(path).key).chmod(0o600)  # not what its record says
-    here = Here.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    node.cache.image_path(node.identity(path).key).chmod(0o600)  # not what its record says
+    here = Here.from_config(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
     assert (
         verify.verify_entries(
             here, inventory.read_inventory(here).items, False, lambda text: None
@@ -529,7 +529,7 @@ def test_foreign_files_among_users_event_files_do_not_stop_writing_or_removal(
     user_files.append_user_lines(users, 5004, [b"{}\n"])
     assert set(user_files.list_users(users)) >= {5003, 5004}
     os.utime(user_files.user_file_path(users, 5004), (1, 1))
-    sweep.clean_user_events(Here.of(Config(), node.places, Clock()))
+    sweep.clean_user_events(Here.from_config(Config(), node.places, Clock()))
     assert set(user_files.list_users(users)) - {5001} == {5003}
 
 
@@ -540,7 +540,7 @@ def test_sweep_restores_mode_and_acl_of_users_event_files(node: Node) -> None:
     for one in (node.places.users, file.parent, file):
         one.chmod(0o777)
     os.removexattr(file, files.ACL)
-    sweep.clean_user_events(Here.of(Config(), node.places, Clock()))
+    sweep.clean_user_events(Here.from_config(Config(), node.places, Clock()))
     assert [os.getxattr(one, files.ACL) for one in (file.parent, file)] == made
     assert stat.S_IMODE(node.places.users.stat().st_mode) == 0o711
     assert "prolog" in attempt(ALICE, "print(open(words[0]).read())", file)

@@ -206,7 +206,7 @@ def test_hanging_or_dead_fuse_mount_of_a_user_delays_no_hook(
 def shown(own: Own) -> list[int]:
     """The uids of those whose file systems lie on that directory."""
     point = str(own.point)
-    return [one.fuse_user for one in mounts.list_mounts() if one.point == point]
+    return [one.fuse_owner_uid for one in mounts.list_mounts() if one.point == point]
 
 
 @pytest.mark.cases(2)
@@ -225,7 +225,7 @@ def test_redirect_below_a_users_fuse_mount_is_unmounted_and_the_fuse_mount_stays
     assert set(node.binds()) == {str(path)}, "a job still needs it"
     assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
     assert shown(own) == [ALICE.uid]
-    assert not other.samefile(node.cache.image(node.identity(other).key))
+    assert not other.samefile(node.cache.image_path(node.identity(other).key))
     if harm == signal.SIGCONT:
         assert read_as(ALICE, own.image) == content(5)
     flags = [line for line in Path("/proc/self/mounts").read_text().splitlines() if "own" in line]
@@ -241,7 +241,7 @@ def test_redirect_below_two_fuse_mounts_of_a_user_is_unmounted(
     try:
         outer.send_signal(signal.SIGSTOP)
         assert (node.epilog(1).said, node.binds()) == (("released", ""), {})
-        found = {one.point for one in mounts.list_mounts() if one.fuse_user == ALICE.uid}
+        found = {one.point for one in mounts.list_mounts() if one.fuse_owner_uid == ALICE.uid}
         assert found == {str(own.point), str(own.point.parent)}
     finally:
         outer.kill()
@@ -295,7 +295,7 @@ def test_users_fuse_mount_is_not_put_back_on_a_swapped_path(
     node.epilog(1)
     assert node.binds() == {}
     assert shown(own) == []
-    assert [one for one in mounts.list_mounts() if one.fuse_user] == []
+    assert [one for one in mounts.list_mounts() if one.fuse_owner_uid] == []
 
 
 def test_redirect_stays_if_the_fuse_mount_above_cannot_be_cloned(

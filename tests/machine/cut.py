@@ -91,14 +91,14 @@ def looked_at(nvme: Path) -> dict[str, Any]:
     for folder in (places.run, places.events.parent):
         folder.mkdir(parents=True)
     config = Config(cache="/mnt/nvme/forestage", sources=("/lustre",))
-    node = Node.of(config, places, Clock())
+    node = Node.from_config(config, places, Clock())
     cache = node.cache
     if not cache.entries.exists():
         return {"problems": ["no cache"]}
     entries = {}
-    for one in cache.stored_entries():
+    for one in cache.list_entries():
         path = one.entry.identity.path if one.entry else ""
-        with cache.image(one.key).open("rb") as file:
+        with cache.image_path(one.key).open("rb") as file:
             entries[one.key] = (path, hashlib.file_digest(file, "sha256").hexdigest())
     parts, jobs = names(cache.parts), names(cache.jobs)
     with Boot.told_by(TOP / "boot_id"):

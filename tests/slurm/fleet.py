@@ -174,7 +174,7 @@ class Fleet(Site):
         found = []
         for node in nodes:
             entries = [key for key, one in self.entries(node).items() if _is_of(one, path)]
-            images = [self.cache(node).image(key) for key in entries]
+            images = [self.cache(node).image_path(key) for key in entries]
             if not any(_same(self.source(path), image) for image in images):
                 found.append(f"{node}: {entries}")
         return found

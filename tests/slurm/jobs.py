@@ -304,7 +304,7 @@ class Site:
     def entries(self, node: str = "n1") -> Mapping[str, StoredEntry]:
         """By key."""
         cache = self.cache(node)
-        return {one.key: one for one in cache.stored_entries()} if cache.entries.exists() else {}
+        return {one.key: one for one in cache.list_entries()} if cache.entries.exists() else {}
 
     def cached_paths(self, node: str = "n1") -> list[str]:
         """The image of each entry, sorted; one with two versions appears twice."""
@@ -313,7 +313,7 @@ class Site:
 
     def copy(self, key: str, node: str = "n1") -> tuple[str, int]:
         """Device and inode of an entry's image on a node's NVMe."""
-        return device_and_inode(self.cache(node).image(key))
+        return device_and_inode(self.cache(node).image_path(key))
 
     def redirected(self, node: str | None = "n1") -> list[str]:
         """The paths at which the node shows something of its cache."""
@@ -321,7 +321,7 @@ class Site:
         return [bind.point for bind, _ in mounts.list_binds_of_directory(table, CACHE)]
 
     def leases(self, node: str = "n1") -> list[Lease]:
-        return LeaseDirectory(self.cluster.host_path("/run/forestage/leases", node)).all()
+        return LeaseDirectory(self.cluster.host_path("/run/forestage/leases", node)).list_leases()
 
     def await_stagers(self) -> None:
         """Waits until none lives: copies go on when their jobs have ended, and a stager has files

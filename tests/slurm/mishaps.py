@@ -98,7 +98,7 @@ def spoil(scene: Scene) -> None:
     fleet = scene.fleet
     fleet.harm(scene.victim)
     (key,) = fleet.entries(scene.victim)
-    image = fleet.cache(scene.victim).image(key)
+    image = fleet.cache(scene.victim).image_path(key)
     with image.open("r+b") as file:
         for start in range(0, image.stat().st_size, fleet.chunk):
             byte = os.pread(file.fileno(), 1, start + 100)

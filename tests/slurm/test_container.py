@@ -210,7 +210,7 @@ def test_loop_device_of_a_killed_container_is_detached_by_the_next_containers_sw
 
     def devices() -> list[LoopDevice]:
         copies = [one.stat() for one in (volumes / "nvme").glob("forestage/entries/*/image")]
-        return [one for one in loop.list_attached_devices() if any(map(one.is_of, copies))]
+        return [one for one in loop.list_attached_devices() if any(map(one.is_backed_by, copies))]
 
     on = site_cluster.host_path("/shared/alice/on")
     on.unlink(missing_ok=True)

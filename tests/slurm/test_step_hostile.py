@@ -161,7 +161,7 @@ def test_task_cannot_write_chmod_unmount_or_replace_the_copy(spank: Site) -> Non
     assert "done echo" not in job.stdout
     assert "done umount" not in job.stdout
     (key,) = spank.entries()
-    copy = spank.cache().image(key)
+    copy = spank.cache().image_path(key)
     assert device_and_inode(copy) == spank.saw(job.job).file
     assert copy.stat().st_mode & 0o777 == 0o644
     late = spank.srun(image)

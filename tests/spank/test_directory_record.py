@@ -34,8 +34,10 @@ def record(step: Step, disk: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -
     """Writes the record of a directory as a hook does; no helper answers."""
     OWN.mkdir()
     leases = LeaseDirectory(LEASES)
-    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse("k"),)))
-    leases.begin_hinted(JOB)
+    leases.write_lease(
+        Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse("k"),))
+    )
+    leases.set_hints_flag(JOB)
     step.script("exit 1")
     own: LineFields = ("device", *disk, "ext4", "rw", str(OWN), "root")
 
@@ -130,7 +132,7 @@ def test_directory_record_of_this_release_is_used_beside_a_helper_of_the_next_re
 def test_companion_reads_directory_records_only_of_its_own_and_the_previous_format(
     step: Step, record: Record, next_program: Path
 ) -> None:
-    file = LeaseDirectory(LEASES).directory_record(JOB)
+    file = LeaseDirectory(LEASES).directory_record_file(JOB)
     text = file.read_text()
     found = {}
     for program in (step.program, next_program):
@@ -150,7 +152,7 @@ def test_directory_record_of_another_user_or_boot_is_not_used(step: Step, record
     assert not shows(step)
     record()
     assert shows(step)
-    file = LeaseDirectory(LEASES).directory_record(JOB)
+    file = LeaseDirectory(LEASES).directory_record_file(JOB)
     text = file.read_text()
     boot = text.split("\n")[1]
     for spoilt in (

@@ -52,7 +52,9 @@ def note(
 ) -> None:
     places, leases = NodePaths(step.folder), LeaseDirectory(LEASES)
     decided = [*step_record.format_config_lines(places), "room\t0\t3", *by_binds(step)]
-    leases.write(Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse(KEY),)))
+    leases.write_lease(
+        Lease(JOB, User("", UID, GID), 1.0, str(step.folder / "cache"), (EntryUse(KEY),))
+    )
     found = RequestOutcome(
         result, request='a\t"b', image=str(step.image), key=KEY, redirect="spank"
     )
@@ -72,7 +74,7 @@ def by_binds(step: Step) -> tuple[str, ...]:
 
 
 def record(step: Step) -> str:
-    return LeaseDirectory(LEASES).shown(JOB).read_text()
+    return LeaseDirectory(LEASES).step_record_file(JOB).read_text()
 
 
 def test_recorded_copy_is_redirected_without_a_helper(noted: Step) -> None:
@@ -110,7 +112,7 @@ def openings(file: Path) -> int:
 
 
 def test_step_waits_for_the_record_of_a_running_prolog_and_starts_no_helper(noted: Step) -> None:
-    LeaseDirectory(LEASES).shown(JOB).unlink()
+    LeaseDirectory(LEASES).step_record_file(JOB).unlink()
     with ThreadPoolExecutor(1) as pool:
         with prolog_at_work() as mark:
             ran = pool.submit(noted.run, f"task=stat -c %i {noted.image}")
@@ -122,7 +124,7 @@ def test_step_waits_for_the_record_of_a_running_prolog_and_starts_no_helper(note
 
 
 def test_step_starts_the_helper_if_the_prolog_does_not_end(noted: Step) -> None:
-    LeaseDirectory(LEASES).shown(JOB).unlink()
+    LeaseDirectory(LEASES).step_record_file(JOB).unlink()
     with prolog_at_work():
         ran = noted.run(f"task=stat -c %i {noted.image}")
     assert (ran.out.split(), noted.asked()) == ([str(noted.entry().stat().st_ino)], 1)
@@ -359,7 +361,7 @@ def test_recorded_step_that_saves_a_container_starts_the_helper(noted: Step) -> 
 def test_step_starts_the_helper_if_a_recorded_variable_differs(
     noted: Step, said: list[str], asks: int
 ) -> None:
-    file = LeaseDirectory(LEASES).shown(JOB)
+    file = LeaseDirectory(LEASES).step_record_file(JOB)
     file.write_text(record(noted).replace("variable\tLATER", "variable\tDATA\t/a"))
     noted.run(*(f"env={one}" for one in said))
     assert noted.asked() == asks
@@ -375,7 +377,7 @@ def test_step_starts_the_helper_if_its_path_variable_finds_another_enroot(noted:
     program.chmod(0o755)
     noted.run()
     assert noted.asked() == 1
-    file = LeaseDirectory(LEASES).shown(JOB)
+    file = LeaseDirectory(LEASES).step_record_file(JOB)
     file.write_text(record(noted).replace("enroot\t", f"enroot\t{program.parent}//enroot"))
     noted.run()
     assert noted.asked() == 1
@@ -389,13 +391,13 @@ def test_recorded_files_of_the_user_are_checked_with_the_users_rights(noted: Ste
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
     line = "\t".join(map(str, ("theirs", own, *numbers)))
     before = f"theirs\t{own}\t0\t0\t0\t0"
-    LeaseDirectory(LEASES).shown(JOB).write_text(record(noted).replace(before, line))
+    LeaseDirectory(LEASES).step_record_file(JOB).write_text(record(noted).replace(before, line))
     noted.run()
     assert noted.asked() == 0
     (noted.folder / "shared/closed").mkdir(mode=0o700)  # root's, as all of it
     inside = noted.folder / "shared/closed/mounts.d"
     text = record(noted).replace(line, f"theirs\t{inside}\t0\t0\t0\t0")
-    LeaseDirectory(LEASES).shown(JOB).write_text(text)
+    LeaseDirectory(LEASES).step_record_file(JOB).write_text(text)
     noted.run()
     assert noted.asked() == 1
 
@@ -415,7 +417,7 @@ def test_step_starts_the_helper_if_the_record_is_for_another_user(noted: Step) -
     note(noted, uid=UID + 1)
     (line,) = [one for one in record(noted).splitlines() if f"\t{UID}\t" in one]
     text = record(noted).replace(line + "\n", "")
-    LeaseDirectory(LEASES).shown(JOB).write_text(text)
+    LeaseDirectory(LEASES).step_record_file(JOB).write_text(text)
     noted.run()
     assert noted.asked() == 1
 

@@ -33,7 +33,7 @@ class Disk:
         due = [key for key in sorted(self._keys()) if self._is_due(key)]
         if not due:
             return 0
-        image = self._cache.image(due[which % len(due)])
+        image = self._cache.image_path(due[which % len(due)])
         before = self.read(image)
         _zero(image)
         if image.read_bytes() == before:
@@ -67,10 +67,12 @@ class Disk:
 
     def _is_bad(self, key: str) -> bool:
         meant = self._meant.get(self._of(key) or (0, 0))
-        return meant is not None and self._cache.image(key).read_bytes() != meant  # else: mended
+        return (
+            meant is not None and self._cache.image_path(key).read_bytes() != meant
+        )  # else: mended
 
     def _is_due(self, key: str) -> bool:
-        entry = self._cache.read(key)
+        entry = self._cache.find_entry_by_key(key)
         note = self._cache.entry_dir(key) / "boot"
         return entry is not None and bool(entry.digest) and note.read_bytes() != PROVEN
 
@@ -79,7 +81,7 @@ class Disk:
 
     def _of(self, key: str) -> Inode | None:
         try:
-            return _inode(self._cache.image(key).lstat())
+            return _inode(self._cache.image_path(key).lstat())
         except FileNotFoundError:
             return None
 

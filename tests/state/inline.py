@@ -161,8 +161,8 @@ def _start(task: CopyTask) -> StartChannel:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.suppress(Killed), _all_closed():
         opened = task.opened
-        if opened.line is not None:  # the hook keeps its own, as after a fork
-            opened = replace(opened, line=opened.line.dup())
+        if opened.descriptor_socket is not None:  # the hook keeps its own, as after a fork
+            opened = replace(opened, descriptor_socket=opened.descriptor_socket.dup())
         task = replace(task, opened=opened).received()
         hook = StartChannel(theirs)
         try:

@@ -89,7 +89,7 @@ class Lab:
 
     def here(self, clock: Clock) -> Here:
         """The node as commands see it."""
-        return Here.of(self.config, self.node.places, clock)
+        return Here.from_config(self.config, self.node.places, clock)
 
     def switch(self, off: Off) -> None:
         """Staging off by either switch, or on."""
@@ -229,7 +229,7 @@ class Lab:
     def used(self) -> int:
         """Bytes that entries and parts take, as forestage counts them."""
         cache = self.node.cache
-        return evict.measure_space(cache, cache.stored_entries(), self.config).used
+        return evict.measure_space(cache, cache.list_entries(), self.config).used
 
     def walked(self) -> int:
         """The same, walked here."""

@@ -215,7 +215,7 @@ class Machine(Promises):
             self.epilog(number)
         self.sweep(dry_run=False)
         assert self.node.binds() == {}
-        assert self.node.leases.all() == []
+        assert self.node.leases.list_leases() == []
         self.change_source("one", Version(content(1, 5000), ALICE, 0o644), False)
         self.prolog(99, ["one"])
         assert str(self.lab.sources["one"].path) in self.node.binds()
@@ -238,5 +238,5 @@ class Machine(Promises):
             assert one.entry is not None, f"{one.key} is damaged"
             if one.key not in self.known and one.entry.identity.path in self.halfway:
                 continue
-            data = self.lab.disk.read(self.node.cache.image(one.key))
+            data = self.lab.disk.read(self.node.cache.image_path(one.key))
             assert data == self.known[one.key].data, f"{one.key} holds other bytes than its source"

@@ -73,13 +73,13 @@ class Slurm(NamedTuple):
     jobs: frozenset[int]
     node: str = "n1"
 
-    def job(self, job: int) -> JobState | None:
+    def find_job(self, job: int) -> JobState | None:
         return JobState("RUNNING", "n1") if job in self.jobs else None
 
-    def knows_node(self, node: str) -> bool:
+    def has_node(self, node: str) -> bool:
         return node == "n1"
 
-    def at_work(self) -> frozenset[int]:
+    def list_jobs_with_steps(self) -> frozenset[int]:
         return frozenset()
 
 

@@ -82,7 +82,7 @@ class Promises(RuleBasedStateMachine):
         }
         # What its Prolog noted of the comment is shown to each step.
         by_path = {str(one.path): one for one in self.lab.sources.values()}
-        hinted = [by_path[path] for path in self.node.leases.hinted(number)]
+        hinted = [by_path[path] for path in self.node.leases.list_hinted_images(number)]
         self.serve("step", number, [source, *hinted], environ)
 
     def epilog(self, number: int) -> None:
@@ -130,13 +130,13 @@ class Promises(RuleBasedStateMachine):
             assert self.state() == before, "a dry run has done something"
         else:
             self.untidy = False
-            assert {lease.job for lease in self.node.leases.all()} <= known
+            assert {lease.job for lease in self.node.leases.list_leases()} <= known
             self.check_room()
 
     def state(self) -> tuple[object, ...]:
         """All that a dry run must leave as it is."""
         parts = [part.directory.name for part in self.node.parts()]
-        return self.node.binds(), self.node.entries(), parts, self.node.leases.all()
+        return self.node.binds(), self.node.entries(), parts, self.node.leases.list_leases()
 
     def step_timeout(self) -> str:
         return "540"
@@ -214,7 +214,7 @@ class Promises(RuleBasedStateMachine):
         if outcome.reason == "no-room":
             assert self.is_tight(source), outcome
             return
-        held = self.node.leases.keys()
+        held = self.node.leases.leased_keys()
         assert outcome.key in held, "served without a lease"
         assert self.lab.shown(source) == source.now
         redirect = self.lab.config.redirect
@@ -234,7 +234,9 @@ class Promises(RuleBasedStateMachine):
         prolog = name == "prolog" and config.redirect == "spank"
         assert prolog or config.cold != "wait", outcome
         reads = outcome.result == "through"
-        assert reads == (config.redirect == "spank" and config.start == "through" and not prolog)
+        assert reads == (
+            config.redirect == "spank" and config.cold_start_mode == "through" and not prolog
+        )
         later = {"bind": "later", "none": "none", "spank": "spank" if prolog or reads else "none"}
         assert outcome.redirect == later[config.redirect], outcome
 
@@ -250,7 +252,7 @@ class Promises(RuleBasedStateMachine):
             copy = self.known[key]
         assert copy in stay.source.versions[stay.since :], answer
         assert answer[2] == str(stay.source.path)
-        held = self.node.leases.keys()
+        held = self.node.leases.leased_keys()
         assert key in held, "the step holds no lease"
 
     def is_tight(self, source: Source) -> bool:
@@ -260,25 +262,25 @@ class Promises(RuleBasedStateMachine):
         # Another copy under way, in whose middle this hook ran.
         parts = [part.directory for part in self.node.parts()]
         stay += sum(tree_bytes(one) for one in parts if not self.node.is_idle(one.name))
-        return stay + len(source.now.data) + SMALL > self.lab.config.max_size.of(0)
+        return stay + len(source.now.data) + SMALL > self.lab.config.max_size.resolve_bytes(0)
 
     def check_room(self) -> None:
         """After an Epilog the cache is down to its watermark, as far as it may be."""
         if not self.node.cache.locks.exists():
             return
         config = self.lab.config
-        low = config.low_watermark.of(config.max_size.of(0))
+        low = config.low_watermark.resolve_bytes(config.max_size.resolve_bytes(0))
         if self.lab.used() > low:
             assert all(map(self.must_stay, self.stored_entries())), (
                 "an Epilog left the cache too full"
             )
 
     def must_stay(self, one: StoredEntry) -> bool:
-        held = self.node.leases.keys()
+        held = self.node.leases.leased_keys()
         return one.pinned or one.key in held
 
     def stored_entries(self) -> list[StoredEntry]:
-        return self.node.cache.stored_entries() if self.node.cache.entries.exists() else []
+        return self.node.cache.list_entries() if self.node.cache.entries.exists() else []
 
     @invariant()
     def nobody_sees_what_he_must_not(self) -> None:
@@ -294,14 +296,14 @@ class Promises(RuleBasedStateMachine):
     @invariant()
     def a_leased_entry_stays(self) -> None:
         here = self.node.entries()
-        now = set(self.node.leases.keys())
+        now = set(self.node.leases.leased_keys())
         assert self.leased & now <= here, "a leased entry is gone"
         self.leased = now & here
 
     @invariant()
     def a_redirect_has_a_lease(self) -> None:
         if not self.untidy:
-            assert set(self.node.binds()) <= self.node.leases.redirected()
+            assert set(self.node.binds()) <= self.node.leases.list_redirected_paths()
             assert not list(self.node.places.redirects.glob("*"))
 
     @invariant()

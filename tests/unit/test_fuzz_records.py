@@ -102,8 +102,8 @@ def test_any_bytes_load_as_a_record_or_raise_damaged_record(
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_part_record_with_chunk_length_zero_counts_as_damaged(tmp_path: Path, chunk: int) -> None:
     part = Part(tmp_path)
-    part.write_owner(msgspec.structs.replace(RECORDS[1], chunk=chunk))  # type: ignore[arg-type]
-    assert part.owner() is None
+    part.write_record(msgspec.structs.replace(RECORDS[1], chunk=chunk))  # type: ignore[arg-type]
+    assert part.find_record() is None
 
 
 @given(st.lists(st.one_of(st.binary(), spoilt().map(lambda found: found[1])), max_size=4))
@@ -170,11 +170,11 @@ def test_entry_with_a_symlink_as_its_image_is_not_read(
 ) -> None:
     """A link has a size as well, and may lead anywhere."""
     entry = publish(IMAGE)
-    image = cache.image(IMAGE.key)
+    image = cache.image_path(IMAGE.key)
     image.rename(image.with_name("other"))
     image.symlink_to("other")
     assert image.lstat().st_size == IMAGE.size
-    assert cache.read(entry.key) is None
+    assert cache.find_entry_by_key(entry.key) is None
 
 
 CHUNK = 1 << 20
@@ -204,7 +204,7 @@ def test_resumed_copy_keeps_only_chunks_with_a_matching_digest(
 
     count = chunk_count(SIZE, CHUNK)
     before = digest.split_map((known + tail)[: count * 16].ljust(count * 16, b"\0"))
-    after = digest.split_map(part.digests()[: count * 16].ljust(count * 16, b"\0"))
+    after = digest.split_map(part.read_digests()[: count * 16].ljust(count * 16, b"\0"))
     for number, (was, now) in enumerate(zip(before, after, strict=True)):
         assert now == (was if was == right[number] else digest.MISSING)
     assert struck == sum(was != now for was, now in zip(before, after, strict=True))
@@ -215,4 +215,4 @@ def test_resumed_copy_of_a_too_short_part_keeps_no_chunk(tmp_path: Path) -> None
     part.image.write_bytes(b"y" * CHUNK)
     part.map.write_bytes(digest.digest_chunk(b"y" * CHUNK) * 3)
     assert pipeline.clear_wrong_chunks(part, SIZE, Config(chunk_size=CHUNK, threads=2)) == 3
-    assert set(part.digests()) == {0}
+    assert set(part.read_digests()) == {0}

@@ -127,13 +127,13 @@ def test_any_configuration_value_is_refused_or_shown_in_a_form_that_reads_back(
 ) -> None:
     key = config.KEYS[name]
     try:
-        value = key.read(raw)
+        value = key.parse_value(raw)
     except ValueError as error:
         said = str(error)
     else:
-        shown = key.show(value)
+        shown = key.format_value(value)
         assert shown.isprintable()
-        assert key.read(yaml.safe_load(shown)) == value
+        assert key.parse_value(yaml.safe_load(shown)) == value
         return
     assert len(said) < 3000
 
@@ -167,6 +167,6 @@ def test_any_configuration_file_loads_or_raises_config_error(
     except ConfigError as error:
         said = error.one_line
     else:
-        assert len(found.rows()) >= len(config.KEYS)
+        assert len(found.list_rows()) >= len(config.KEYS)
         return
     assert said.isprintable()

@@ -87,7 +87,7 @@ def test_percentage_is_parsed_as_a_share_from_0_to_1(text: str, expected: float)
     ],
 )
 def test_size_or_share_of_a_total_is_in_bytes(text: str, total: int, expected: int) -> None:
-    assert SizeOrShare.parse(text).of(total) == expected
+    assert SizeOrShare.parse(text).resolve_bytes(total) == expected
 
 
 SIZE, DURATION, SHARE = "a size such as .*", "a duration such as .*", "a share such as 80%"

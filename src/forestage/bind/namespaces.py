@@ -56,21 +56,21 @@ class ForeignBind(msgspec.Struct, frozen=True):
 class NamespaceScan(msgspec.Struct, frozen=True):
     """What was found, and how many namespaces were not looked through to the end."""
 
-    found: tuple[ForeignBind, ...] = ()
-    unread: int = 0
+    binds: tuple[ForeignBind, ...] = ()
+    unread_namespaces: int = 0
 
 
 class CleanupResult(msgspec.Struct, frozen=True):
     """How many were taken off or covered, and sentences about those that stay."""
 
-    off: int = 0
+    removed: int = 0
     problems: tuple[str, ...] = ()
 
 
 def scan_namespaces(
     cache: Cache,
-    thorough: bool = False,
-    first: int | None = None,
+    is_thorough: bool = False,
+    first_uid: int | None = None,
     proc: Path = HOST,
     here: list[MountInfo] | None = None,
 ) -> NamespaceScan:
@@ -79,13 +79,13 @@ def scan_namespaces(
     Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
     of the user `first`, a uid, are looked at before the others. `here` is this process' own table.
     """
-    end = time.monotonic() + (unmount.SWEEP_TOTAL if thorough else LOOK)
-    most = SWEEP_MOST if thorough else MOST
+    end = time.monotonic() + (unmount.SWEEP_TOTAL if is_thorough else LOOK)
+    most = SWEEP_MOST if is_thorough else MOST
     here = mounts.list_mounts() if here is None else here
     known = origins.list_origins(cache, here)
     found: list[ForeignBind] = []
     marks = [mounts.format_mountinfo_marker(one.origin) for one in known]
-    namespaces, all_known = _list_namespaces(proc, first, end)
+    namespaces, all_known = _list_namespaces(proc, first_uid, end)
     unread = int(not all_known)
     for pid, namespace in namespaces:
         if time.monotonic() >= end:
@@ -151,7 +151,7 @@ def unmount_in_namespaces(
     leases: LeaseDirectory,
     now: float | None = None,
     total: float = 0.0,
-    first: int | None = None,
+    first_uid: int | None = None,
     here: list[MountInfo] | None = None,
 ) -> CleanupResult:
     """Takes off, or covers, what no lease holds in other namespaces. Not under a lock.
@@ -162,9 +162,9 @@ def unmount_in_namespaces(
     node's mount table: what was unmounted since it was read does not matter. Raises OSError; Failed
     for a damaged lease, which may hold any entry.
     """
-    looked = scan_namespaces(cache, now is None, first, here=here)
-    found = looked.found
-    gone = list_unneeded_binds(found, leases.keys()) if found else []
+    looked = scan_namespaces(cache, now is None, first_uid, here=here)
+    found = looked.binds
+    gone = list_unneeded_binds(found, leases.leased_keys()) if found else []
     if now is not None:
         gone = [one for one in gone if not _has_hung_recently(_hang_note_path(cache, one), now)]
     hung, left = _unmount_by_namespace(gone, total)
@@ -177,8 +177,8 @@ def unmount_in_namespaces(
             _hang_note_path(cache, one) for one in hung
         }:
             file.unlink(missing_ok=True)
-    if looked.unread:
-        told = f"mount namespaces that were not looked through: {looked.unread}"
+    if looked.unread_namespaces:
+        told = f"mount namespaces that were not looked through: {looked.unread_namespaces}"
         left = msgspec.structs.replace(left, problems=(*left.problems, told))
     return left
 
@@ -246,7 +246,7 @@ def _clone_hidden_source(one: ForeignBind) -> int | None:
 
     Only of the file that was staged: its user may exchange folders on the way for another's.
     """
-    entry = Cache(Path(one.bind.cache)).read(one.bind.key) if one.bind.key else None
+    entry = Cache(Path(one.bind.cache)).find_entry_by_key(one.bind.key) if one.bind.key else None
     if not one.source or entry is None:
         return None
     try:

@@ -61,7 +61,7 @@ class KnownCaches(msgspec.Struct, frozen=True):
     root: str
     noted: KnownOrigins
 
-    def find_origins(self, table: list[MountInfo]) -> tuple[CacheOrigin, ...]:
+    def list_origins(self, table: list[MountInfo]) -> tuple[CacheOrigin, ...]:
         """Return where the cache lies in a mount table, and where each lay since the boot. Pure.
 
         Where no mount is known above it, the first has no device, and so no bind.
@@ -71,14 +71,14 @@ class KnownCaches(msgspec.Struct, frozen=True):
         noted = [CacheOrigin(root, one) for root, places in known.items() for one in places]
         return tuple(dict.fromkeys((CacheOrigin(self.root, now), *noted)))
 
-    def find_binds(self, table: list[MountInfo]) -> list[RedirectBind]:
+    def list_binds(self, table: list[MountInfo]) -> list[RedirectBind]:
         """Return the binds of these caches in a mount table, in its order. Pure."""
-        return list_binds(table, self.find_origins(table))
+        return list_binds(table, self.list_origins(table))
 
 
 def read_known_caches(cache: Cache) -> KnownCaches:
     """Return by what binds of this cache, and of the node's earlier ones, are found in a table."""
-    return KnownCaches(cache.real, _read_known_origins(cache))
+    return KnownCaches(cache.real_root, _read_known_origins(cache))
 
 
 def list_origins(cache: Cache, table: list[MountInfo] | None = None) -> tuple[CacheOrigin, ...]:
@@ -86,7 +86,7 @@ def list_origins(cache: Cache, table: list[MountInfo] | None = None) -> tuple[Ca
 
     Where no mount is known above it, the first has no device, and so no bind.
     """
-    return read_known_caches(cache).find_origins(mounts.list_mounts() if table is None else table)
+    return read_known_caches(cache).list_origins(mounts.list_mounts() if table is None else table)
 
 
 def record_origin(cache: Cache, table: list[MountInfo]) -> None:
@@ -94,7 +94,7 @@ def record_origin(cache: Cache, table: list[MountInfo]) -> None:
 
     Raises lock.LockTimeout, OSError.
     """
-    real = cache.real
+    real = cache.real_root
     now = mounts.find_bind_origin(table, real)
     if now is None or now in _read_known_origins(cache).origins.get(real, ()):
         return

@@ -86,7 +86,7 @@ def unmount_stale_binds(
     """
     while found := list_stale_binds(list_binds(cache), paths, key):
         with contextlib.ExitStack() as claims:
-            with lock.held_if_writable(cache.space_lock, end.left()):
+            with lock.held_if_writable(cache.space_lock, end.seconds_left()):
                 going = unmount.claim_binds(
                     cache, list_stale_binds(list_binds(cache), paths, key), claims
                 )
@@ -100,7 +100,7 @@ def mount_redirect(
     user: User,
     wanted: SourceImage,
     end: Deadline,
-    waits: Deadline | None = None,
+    wait_end: Deadline | None = None,
 ) -> RedirectResult:
     """Makes the image's path show the entry, and notes it in the lease of this user's job.
 
@@ -113,12 +113,12 @@ def mount_redirect(
     def note() -> None:
         # Read again: another step of the job may have taken something meanwhile.
         # If it is gone, its Epilog has run: what it held besides may be evicted.
-        held = node.leases.read(lease.job) or msgspec.structs.replace(lease, uses=())
-        if not held.is_of(lease.user.uid, lease.start):
+        held = node.leases.find_lease(lease.job) or msgspec.structs.replace(lease, uses=())
+        if not held.belongs_to(lease.user.uid, lease.start):
             raise Declined("off", "the job has ended, and its number is another job's")
-        node.leases.write(held.with_use(EntryUse(wanted.key, wanted.path)))
+        node.leases.write_lease(held.with_use(EntryUse(wanted.key, wanted.path)))
 
-    until_gone = waits or Deadline.after(min(unmount.TIMEOUT, end.left()), node.clock)
+    until_gone = wait_end or Deadline.after(min(unmount.TIMEOUT, end.seconds_left()), node.clock)
     return _mount_with_retries(node, user, wanted, end, until_gone, note)
 
 
@@ -132,22 +132,22 @@ def mount_for_waiting_jobs(node: Node, wanted: SourceImage) -> Iterator[tuple[in
     from forestage.slurm import enroot  # an Epilog needs none of it
 
     use = EntryUse(wanted.key, wanted.path)
-    entry = node.cache.find(wanted)
+    entry = node.cache.find_entry(wanted)
     nobodys = enroot.JobVariables({}, all_known=False)
-    own = [nobodys.expanded(source) for source in entry.binds] if entry else []
+    own = [nobodys.expand(source) for source in entry.binds] if entry else []
     if any(enroot.is_bind_above(source, wanted.path) for source in own):
         return  # its own container would not start
-    for job in node.leases.jobs():
+    for job in node.leases.list_jobs():
         with contextlib.suppress(Failed):  # a damaged lease wants no redirect
-            lease = node.leases.read(job)
+            lease = node.leases.find_lease(job)
             if lease and use in lease.uses and lease.cache == str(node.cache.root):
                 yield job, _mount_for_job(node, lease, wanted)
 
 
 def _mount_for_job(node: Node, lease: Lease, wanted: SourceImage) -> str:
     def note() -> None:
-        now = node.leases.read(lease.job)
-        is_there = now is not None and now.is_of(lease.user.uid, lease.start)
+        now = node.leases.find_lease(lease.job)
+        is_there = now is not None and now.belongs_to(lease.user.uid, lease.start)
         if now is None or not is_there or EntryUse(wanted.key, wanted.path) not in now.uses:
             raise Declined("off", "the job has ended, or saves to this path")
 
@@ -164,7 +164,7 @@ def _mount_with_retries(
     wanted: SourceImage,
     end: Deadline,
     until_gone: Deadline,
-    note: Callable[[], None],
+    update_lease: Callable[[], None],
 ) -> RedirectResult:
     """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not.
 
@@ -172,7 +172,7 @@ def _mount_with_retries(
     """
     cache = node.cache
     for _ in range(3):
-        shown = _mount_once(node, user, wanted, end, note)
+        shown = _mount_once(node, user, wanted, end, update_lease)
         if shown:
             return shown
         # Without the lock, as this may hang. One with other bytes is waited for until the end.
@@ -186,21 +186,21 @@ def _mount_with_retries(
 
 
 def _mount_once(
-    node: Node, user: User, wanted: SourceImage, end: Deadline, note: Callable[[], None]
+    node: Node, user: User, wanted: SourceImage, end: Deadline, update_lease: Callable[[], None]
 ) -> RedirectResult | None:
     """None where a bind has to go first, or goes just now."""
     cache, places = node.cache, node.places
     turn = functools.partial(
-        lock.lock_byte, places.mounting, NODE_MOUNTS.first_byte(user.uid), waits=False
+        lock.lock_byte, places.mounting, NODE_MOUNTS.first_byte(user.uid), is_blocking=False
     )
     # Opened before the lock: walking to the path may hang, and the lock is the whole node's.
-    target, identity = _open_target(cache, wanted, user, end.left())
+    target, identity = _open_target(cache, wanted, user, end.seconds_left())
     try:
-        with lock.held(cache.space_lock, end.left()):
+        with lock.held(cache.space_lock, end.seconds_left()):
             # Under the lock, in which all that mount and unmount decide: what was read before it
             # may lack a redirect, and a second one would be laid over that.
             table = mounts.list_mounts()
-            known = origins.read_known_caches(cache).find_binds(table)
+            known = origins.read_known_caches(cache).list_binds(table)
             bound = [bind for bind in known if bind.path == wanted.path]
             step = choose_redirect_step(bound, wanted.path, wanted.key)
             # One that an Epilog has claimed goes, though it shows the right entry.
@@ -212,14 +212,14 @@ def _mount_once(
             if step == "mount" and identity != wanted.identity:
                 raise Declined("changed", f"{wanted.path} was changed or replaced just now")
             # A job's word that it saves there is noted under this lock, too: one sees the other.
-            if node.leases.saved_to(wanted.path):
+            if node.leases.is_saved_to(wanted.path):
                 raise Declined("saved", f"a job on this node saves its container to {wanted.path}")
             # Lease first: an Epilog that runs next takes off what no lease mentions.
-            note()
+            update_lease()
             if step == "mount":
                 origins.record_origin(cache, table)
                 _bind_read_only(
-                    cache.image(wanted.key), places.redirects / wanted.key, target, turn
+                    cache.image_path(wanted.key), places.redirects / wanted.key, target, turn
                 )
             return "mounted" if step == "mount" else "kept"
     finally:
@@ -245,14 +245,16 @@ def claim_unneeded_binds(
     # Before the leases: a hook of another cache has another space lock, and notes its redirect in
     # the lease before it mounts.
     bound = list_binds(cache, table)
-    return unmount.claim_binds(cache, list_unneeded_binds(bound, leases.redirected()), claims, now)
+    return unmount.claim_binds(
+        cache, list_unneeded_binds(bound, leases.list_redirected_paths()), claims, now
+    )
 
 
 def _open_target(
     cache: Cache, wanted: SourceImage, user: User, timeout: float
 ) -> tuple[int, FileIdentity]:
     try:
-        copy = os.open(cache.image(wanted.key), os.O_PATH)
+        copy = os.open(cache.image_path(wanted.key), os.O_PATH)
     except FileNotFoundError:
         # `verify` evicts what is bad, leased or not; the next look stages it anew.
         raise Declined("changed", f"the copy of {wanted.path} has just gone") from None
@@ -282,7 +284,7 @@ def _open_target(
     return fds[0], target.identity
 
 
-def _bind_read_only(source: Path, spot: Path, target: int, turn: Callable[[], int]) -> None:
+def _bind_read_only(source: Path, spot: Path, target: int, lock_turn: Callable[[], int]) -> None:
     """Lays `source` over the open file `target`, read-only from the first moment on.
 
     A bind inherits the flags of the mount it is made from. So a first bind, on a spot that only
@@ -305,12 +307,12 @@ def _bind_read_only(source: Path, spot: Path, target: int, turn: Callable[[], in
         with open_descriptor(spot, os.O_PATH | os.O_NOFOLLOW) as made:
             if not os.path.samestat(os.fstat(made), os.lstat(source)):
                 raise OSError(errno.ESTALE, "somebody took the bind off", str(spot))
-            _bind_over_target(made, target, turn)
+            _bind_over_target(made, target, lock_turn)
     finally:
         _clear_mount_point(spot)
 
 
-def _bind_over_target(made: int, target: int, turn: Callable[[], int]) -> None:
+def _bind_over_target(made: int, target: int, lock_turn: Callable[[], int]) -> None:
     """Binds `made` over `target`, in a child: whoever can read that file may have mount(2) wait.
 
     No signal ends that wait, and the child would mount when it is over, whenever that is. But the
@@ -322,7 +324,7 @@ def _bind_over_target(made: int, target: int, turn: Callable[[], int]) -> None:
     def work() -> as_user.ChildResult[bool]:
         forked_child.leave_job_cgroups()  # nobody is to wait for it
         try:
-            place = turn()
+            place = lock_turn()
         except BlockingIOError:
             why = "an earlier mount for this user still hangs"
             raise Declined("mount-hangs", why) from None

@@ -55,12 +55,12 @@ class ClaimedBind(msgspec.Struct, frozen=True):
 
 
 class UnmountError(Failed):
-    """Redirects whose paths could not be reached: `off` others have gone. The sweep tries again."""
+    """Redirects whose paths could not be reached: `removed` others have gone. The sweep tries again."""
 
     def __init__(self, stuck: list[str], off: int) -> None:
         super().__init__("redirect", f"still redirected: {', '.join(stuck)}")
         self.stuck = stuck
-        self.off = off
+        self.removed = off
 
 
 def list_binds(cache: Cache, table: list[mounts.MountInfo] | None = None) -> list[RedirectBind]:
@@ -69,7 +69,7 @@ def list_binds(cache: Cache, table: list[mounts.MountInfo] | None = None) -> lis
     `table` is the node's mount table, where the caller has just read it.
     """
     table = mounts.list_mounts() if table is None else table
-    return origins.read_known_caches(cache).find_binds(table)
+    return origins.read_known_caches(cache).list_binds(table)
 
 
 def claim_binds(
@@ -150,17 +150,17 @@ def is_being_unmounted(cache: Cache, bind: RedirectBind) -> bool:
     return not lock.is_free(_claim_path(cache, bind))
 
 
-def wait_until_unmounted(cache: Cache, going: Iterable[RedirectBind], end: Deadline) -> None:
+def wait_until_unmounted(cache: Cache, binds: Iterable[RedirectBind], end: Deadline) -> None:
     """Waits until nobody takes these off any more. Not under a lock. Raises lock.LockTimeout."""
-    for bind in going:
+    for bind in binds:
         while is_being_unmounted(cache, bind):
-            if end.left() <= 0:
+            if end.seconds_left() <= 0:
                 raise lock.LockTimeout(f"another process is unmounting the redirect of {bind.path}")
             end.clock.sleep(lock.POLL)
 
 
 def unmount_binds(
-    going: list[ClaimedBind], whose: Callable[[RedirectBind], User], total: float = 0.0
+    claimed: list[ClaimedBind], owner_of: Callable[[RedirectBind], User], total: float = 0.0
 ) -> None:
     """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
 
@@ -169,16 +169,16 @@ def unmount_binds(
     whose turn is over.
     """
     paths: dict[str, list[ClaimedBind]] = {}
-    for one in going[::-1]:  # the newest lies on top
+    for one in claimed[::-1]:  # the newest lies on top
         paths.setdefault(one.bind.path, []).append(one)
     table = mounts.list_mounts() if len(paths) > 1 else []
     # A user's FUSE may hang whenever they like: what lies below it comes last.
-    users = [mount.point for mount in table if mount.fuse_user]
+    users = [mount.point for mount in table if mount.fuse_owner_uid]
     ordered = sorted(
         paths.values(), key=lambda at: any(mounts.is_below(at[0].bind.path, one) for one in users)
     )
     works = [
-        functools.partial(_unmount_in_order, [one.bind.mount for one in at], whose(at[0].bind))
+        functools.partial(_unmount_in_order, [one.bind.mount for one in at], owner_of(at[0].bind))
         for at in ordered
     ]
     stuck: list[str] = []
@@ -187,7 +187,7 @@ def unmount_binds(
         lambda number, answer: stuck.extend(_record_outcome(ordered[number], answer)),
     )
     if stuck:
-        raise UnmountError(stuck, len(going) - len(stuck))
+        raise UnmountError(stuck, len(claimed) - len(stuck))
 
 
 def _record_outcome(at: list[ClaimedBind], numbers: list[int] | None) -> Iterator[str]:
@@ -239,7 +239,7 @@ def _lift_user_mount(cover: mounts.MountInfo, user: User, back: contextlib.ExitS
     top = as_user.open_path_as_root_or_user(cover.point, user)
     # Another one may lie on it: that goes first.
     found = mounts.find_mount_of_descriptor(top)
-    if found is None or not found.fuse_user or found.point != cover.point:
+    if found is None or not found.fuse_owner_uid or found.point != cover.point:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     tree = mounts.clone_mount(f"/proc/self/fd/{top}")
     mounts.umount(f"/proc/self/fd/{top}")
@@ -251,7 +251,7 @@ def _put_user_mount_back(tree: int, was: mounts.MountInfo, user: User) -> None:
         spot = as_user.open_path_as_root_or_user(was.point, user)
         # No link may lead root elsewhere: to a directory of that user's own, as fusermount3(1)
         # wants it, on the mount where it was.
-        its_own = os.fstat(spot).st_uid == was.fuse_user
+        its_own = os.fstat(spot).st_uid == was.fuse_owner_uid
         if its_own and mounts.read_mount_id(spot) == was.parent:
             mounts.attach_mount(tree, spot)
 

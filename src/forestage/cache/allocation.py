@@ -19,16 +19,16 @@ _ZEROED = 1024 * 1024  # bytes that are read and, if need be, made zeros at once
 class ChunkMap(NamedTuple):
     """What is known of a source's holes: numbers of chunks.
 
-    `read` are all but those that certainly hold nothing but zeros. `reserved` are those for which
-    space is taken. In those of `sparse` zeros are likely, and take none.
+    `to_read` are all but those that certainly hold nothing but zeros. `to_reserve` are those for
+    which space is taken. In those of `likely_sparse` zeros are likely, and take none.
     """
 
-    read: Set[int]
-    reserved: Set[int]
-    sparse: Set[int] = frozenset()
+    to_read: Set[int]
+    to_reserve: Set[int]
+    likely_sparse: Set[int] = frozenset()
 
 
-def map_chunks(source: int, size: int, chunk: int, begins: int = 0) -> ChunkMap:
+def map_chunks(source: int, size: int, chunk: int, offset: int = 0) -> ChunkMap:
     """Return what an open file's holes mean for its chunks; `begins` as in `list_data_chunks`.
 
     A hole is left unread only where its file system is this kernel's own. Elsewhere the answer
@@ -36,19 +36,19 @@ def map_chunks(source: int, size: int, chunk: int, begins: int = 0) -> ChunkMap:
     not evict what others did. If it was untrue, the copy takes space that was not reserved.
     """
     if file_systems.is_hole_map_true(source):
-        data = list_data_chunks(source, size, chunk, begins)
+        data = list_data_chunks(source, size, chunk, offset)
         return ChunkMap(data, data)
-    every = set(range(begins // chunk, chunk_count(begins + size, chunk)))
+    every = set(range(offset // chunk, chunk_count(offset + size, chunk)))
     try:
         blocks = os.fstat(source).st_blocks
     except OSError:  # root may be squashed there, or the server gone: that is for the reads to say
         return ChunkMap(every, every, every)
     if not file_systems.is_probably_sparse(size, blocks):
         return ChunkMap(every, every)
-    return ChunkMap(every, list_data_chunks(source, size, chunk, begins), every)
+    return ChunkMap(every, list_data_chunks(source, size, chunk, offset), every)
 
 
-def list_data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set[int]:
+def list_data_chunks(source: int, size: int, chunk: int, offset: int = 0) -> set[int]:
     """Return the chunks that hold any data, as the open file's file system has it.
 
     The file `begins` so far behind the first chunk's beginning. Of a chunk that has data nothing
@@ -67,9 +67,9 @@ def list_data_chunks(source: int, size: int, chunk: int, begins: int = 0) -> set
             if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                 break
             start, end = at, size  # a file system without SEEK_DATA: no holes are known
-        after = chunk_count(begins + end, chunk)
-        found.update(range((begins + start) // chunk, after))
-        at = after * chunk - begins
+        after = chunk_count(offset + end, chunk)
+        found.update(range((offset + start) // chunk, after))
+        at = after * chunk - offset
     return found
 
 

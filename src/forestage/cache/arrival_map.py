@@ -78,7 +78,7 @@ class ArrivalMap:
 
     # The stager's
 
-    def arrived(self, start: int, length: int) -> None:
+    def mark_arrived(self, start: int, length: int) -> None:
         """Marks the pieces that lie wholly in the `length` bytes from `start` on."""
         first = chunk_count(start, PIECE)
         end = start + length
@@ -86,7 +86,7 @@ class ArrivalMap:
         if first < last:
             self._pieces[_HEAD.size + first : _HEAD.size + last] = b"\1" * (last - first)
 
-    def forget(self, number: int) -> None:
+    def clear_arrived(self, number: int) -> None:
         """Clears the marks of a chunk: its bytes may be overwritten from now on."""
         inode, cleared = _HEAD.unpack_from(self._pieces)
         _HEAD.pack_into(self._pieces, 0, inode, cleared + 1)
@@ -94,7 +94,7 @@ class ArrivalMap:
         last = min(first + self.chunk // PIECE, chunk_count(self.size, PIECE))
         self._pieces[_HEAD.size + first : _HEAD.size + last] = bytes(last - first)
 
-    def wanted(self, levels: Sequence[int] = (NOW, SOON)) -> list[int]:
+    def list_wanted(self, levels: Sequence[int] = (NOW, SOON)) -> list[int]:
         """The chunks that are wanted so much, level by level."""
         found = []
         for level in levels:
@@ -104,29 +104,29 @@ class ArrivalMap:
                 at = self._wanted.find(bytes((level,)), at + 1)
         return found
 
-    def got(self, number: int) -> None:
+    def clear_wanted(self, number: int) -> None:
         """The chunk is in: nobody needs to want it any more."""
         self._wanted[_STATE.size + number] = 0
 
-    def reading(self, now_ns: int, calm_ns: int) -> bool:
+    def has_recent_source_read(self, now_ns: int, calm_ns: int) -> bool:
         """Whether a job has read the source in the last `calm_ns`."""
         last: int = _STAMP.unpack_from(self._wanted)[0]
         return now_ns - last < calm_ns
 
-    def unread(self) -> bool:
+    def is_unread(self) -> bool:
         """Whether no job has read anything yet."""
         return not any(self._wanted[: _STAMP.size])
 
-    def was_read(self) -> tuple[int, int]:
+    def read_totals(self) -> tuple[int, int]:
         """Bytes that jobs read before the copy was whole, and how many of these of the source."""
         _, read, of_source, _ = _STATE.unpack_from(self._wanted)
         return read, of_source
 
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         """Whether jobs read the image through a server."""
         return is_served(self.directory)
 
-    def end(self) -> None:
+    def remove_map(self) -> None:
         """Takes both files away: no copy is under way any more.
 
         A server may have them mapped still, and the next stager may bring other bytes to a piece.
@@ -137,7 +137,7 @@ class ArrivalMap:
 
     # The server's
 
-    def has(self, start: int, length: int, inode: int) -> bool:
+    def has_arrived(self, start: int, length: int, inode: int) -> bool:
         """Whether the image with this inode has all pieces that `length` bytes from `start` touch.
 
         A byte's worth of `length` at least.
@@ -147,21 +147,21 @@ class ArrivalMap:
         first, last = start // PIECE, chunk_count(start + length, PIECE)
         return bytes(self._pieces[_HEAD.size + first : _HEAD.size + last]).count(1) == last - first
 
-    def cleared(self) -> int:
+    def clear_count(self) -> int:
         """A number that is another one after any clearing of marks."""
         found: int = _HEAD.unpack_from(self._pieces)[1]
         return found
 
-    def count(self) -> int:
+    def count_arrived(self) -> int:
         """How many pieces are in place."""
         return bytes(self._pieces[_HEAD.size :]).count(1)
 
-    def want(self, number: int, level: WantLevel) -> None:
+    def request_chunk(self, number: int, level: WantLevel) -> None:
         """Asks for a chunk; never lowers what was asked before."""
         at = _STATE.size + number
         self._wanted[at] = max(level, self._wanted[at])
 
-    def note_read(self, now_ns: int) -> None:
+    def mark_source_read(self, now_ns: int) -> None:
         """Says that a job reads the source at this moment."""
         _STAMP.pack_into(self._wanted, 0, now_ns)
 

@@ -18,7 +18,7 @@ def estimate_read_seconds(cache: Cache, config: Config, key: str) -> float:
     (cache/hot_pieces.py). Else all of it, as they do who unpack it; with `unpack_ratio: 0` nobody
     does.
     """
-    entry = cache.read(key)
+    entry = cache.find_entry_by_key(key)
     if entry is None or not entry.rate:
         return 0.0
     read = entry.identity.size if config.unpack_ratio else 0

@@ -121,7 +121,7 @@ def scan_kernel_log(places: NodePaths, cache: Cache, clock: Clock) -> None:
             next_number = number + 1
             if number >= disk.seen:
                 found = next(iter(list_read_errors((text,), names)), found)
-        is_whole = deadline.left() > 0 and next(reading, None) is None
+        is_whole = deadline.seconds_left() > 0 and next(reading, None) is None
         if next_number < 0 or (next_number < disk.seen and not is_whole):
             return disk
         now = msgspec.structs.replace(disk, seen=next_number)
@@ -176,7 +176,7 @@ def _read_kernel_log(deadline: Deadline) -> Iterator[tuple[int, str]]:
     Raises OSError.
     """
     with open_descriptor(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK) as fd:
-        while deadline.left() > 0:
+        while deadline.seconds_left() > 0:
             try:
                 # priority,number,microseconds,flags;text (Documentation/ABI/testing/dev-kmsg)
                 head, _, text = os.read(fd, LONGEST).decode(errors="replace").partition(";")

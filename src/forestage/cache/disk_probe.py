@@ -33,13 +33,15 @@ PART = 0.25  # of the time that is left: a probe must not take all of it
 TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may take them to fork
 
 
-def probe_disk(places: NodePaths, cache: Cache, left: float = 60.0) -> HangReport | None:
+def probe_disk(places: NodePaths, cache: Cache, seconds_left: float = 60.0) -> HangReport | None:
     """What of the cache's disk does not answer; None where all does.
 
     `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
     """
     return probe.find_hang(
-        _probe_path(places, cache), partial(_probe_reads_and_writes, cache.root), PART * left
+        _probe_path(places, cache),
+        partial(_probe_reads_and_writes, cache.root),
+        PART * seconds_left,
     )
 
 
@@ -52,27 +54,27 @@ def _probe_path(places: NodePaths, cache: Cache) -> Path:
     return places.probes / f"cache-{sha256(os.fsencode(cache.root))[:16]}"
 
 
-def check_readable(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
+def check_readable(places: NodePaths, cache: Cache, seconds_left: float = 60.0) -> None:
     """Raises Declined where nothing can be read of the cache, or it cannot be made."""
-    hang = probe_disk(places, cache, left)
+    hang = probe_disk(places, cache, seconds_left)
     if hang is not None and (hang.phase == READS or not (cache.root / "format").exists()):
-        raise declined_by_hang(cache, hang, left)
+        raise declined_by_hang(cache, hang, seconds_left)
 
 
-def check_writable(places: NodePaths, cache: Cache, left: float = 60.0) -> None:
+def check_writable(places: NodePaths, cache: Cache, seconds_left: float = 60.0) -> None:
     """Raises Declined where nothing can be written to the cache, nor removed."""
-    hang = probe_disk(places, cache, left)
+    hang = probe_disk(places, cache, seconds_left)
     if hang is not None:
-        raise declined_by_hang(cache, hang, left)
+        raise declined_by_hang(cache, hang, seconds_left)
 
 
-def declined_by_hang(cache: Cache, hang: HangReport, left: float = 60.0) -> Declined:
+def declined_by_hang(cache: Cache, hang: HangReport, seconds_left: float = 60.0) -> Declined:
     """Return why nothing is done with a cache whose disk gave no answer.
 
     `left` are the seconds that the caller had: the disk is not to blame if there were hardly any,
     because something else has used them up. Pure.
     """
-    if hang.seconds < TOO_SHORT and PART * left < probe.LIMIT:
+    if hang.seconds < TOO_SHORT and PART * seconds_left < probe.LIMIT:
         return Declined("deadline", f"no time was left to ask the disk of {cache.root}")
     since = format_duration(hang.seconds)
     return Declined(
@@ -82,15 +84,15 @@ def declined_by_hang(cache: Cache, hang: HangReport, left: float = 60.0) -> Decl
     )
 
 
-def _probe_reads_and_writes(root: Path, at: ReportPhase) -> None:
+def _probe_reads_and_writes(root: Path, report: ReportPhase) -> None:
     """What the probe does. An error is an answer: who uses the cache next will meet it."""
-    at(READS)
+    report(READS)
     with contextlib.suppress(OSError):  # no cache yet, or a file system without O_DIRECT
         _read_past_the_page_cache(root / "format")
     for one in _list_member_disks(root):
         with contextlib.suppress(OSError):  # its node is not there, or another's
             _read_past_the_page_cache(one)
-    at(WRITES)
+    report(WRITES)
     spot = root / "probe"
     with contextlib.suppress(FileExistsError):  # of one that was killed
         spot.mkdir(mode=0o700)

@@ -9,7 +9,7 @@ They are known by caches.json (known_disks.py), and by leases.
 
 A file of the configuration that is missing makes the right cache an earlier one: no entry must go
 for that. Another forestage is one with another /run, in a container perhaps: it has leases that
-this one does not see, and leaves a mark in the cache (Cache.note_instance).
+this one does not see, and leaves a mark in the cache (Cache.mark_in_use).
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _REST = ("looks", "hot", "instances", "locks")
 def list_earlier_caches(node: Node) -> tuple[Cache, ...]:
     """Return the caches that were configured before, whether or not they are there."""
     known = [one.root for one in known_disks.read_known_disks(node.places.known_disks).caches]
-    roots = dict.fromkeys((*known, *node.leases.caches()))
+    roots = dict.fromkeys((*known, *node.leases.list_cache_roots()))
     return tuple(
         Cache(Path(root), node.places.claims, node.places.known_disks)
         for root in roots
-        if root not in (node.cache.real, str(node.cache.root))
+        if root not in (node.cache.real_root, str(node.cache.root))
     )
 
 
@@ -48,10 +48,13 @@ def check_exclusive_use(node: Node, cache: Cache) -> None:
         raise NotFoundError(
             f"no cache lies at {cache.root}", "mount its disk, if it is not mounted"
         )
-    cache.must_be_alone()
+    cache.check_used_alone()
     cache.prepare(require_mount=False)
-    known = known_disks.read_known_disks(node.places.known_disks).find_disk(cache.real)
-    if known is not None and (now := cache.find_disk()).file_system != known.file_system:
+    known = known_disks.read_known_disks(node.places.known_disks).find_location(cache.real_root)
+    if (
+        known is not None
+        and (now := cache.read_current_location()).file_system != known.file_system
+    ):
         raise Failed(
             "cache-other-disk",
             f"{cache.root} was made on {known.file_system}, and {now.file_system} is there now",

@@ -61,7 +61,7 @@ class CacheSpace(msgspec.Struct, frozen=True):
     data_under_way: int = 0
 
     @property
-    def may_take(self) -> int:
+    def max_cache_bytes(self) -> int:
         """The most that entries may take now: less than `max_size` where others fill the disk.
 
         Evicting does not change it: what is no longer used is free.
@@ -69,9 +69,9 @@ class CacheSpace(msgspec.Struct, frozen=True):
         return _max_entry_bytes(self.max_size, self.min_free, self.used + self.free)
 
     @property
-    def percent(self) -> int:
+    def percent_used(self) -> int:
         """How full the cache is, of what it may take now."""
-        return round(100 * self.used / self.may_take) if self.may_take else 100
+        return round(100 * self.used / self.max_cache_bytes) if self.max_cache_bytes else 100
 
 
 class EvictionGoal(msgspec.Struct, frozen=True):
@@ -82,11 +82,11 @@ class EvictionGoal(msgspec.Struct, frozen=True):
 
 
 class EvictionPlan(msgspec.Struct, frozen=True):
-    """Keys to evict, in order; `enough` tells whether the goal is met once they are gone."""
+    """Keys to evict, in order; `is_enough` tells whether the goal is met once they are gone."""
 
     victims: tuple[str, ...]
     freed: int
-    enough: bool
+    is_enough: bool
 
 
 def goal_for_copy(room: CacheSpace, size: int) -> EvictionGoal:
@@ -129,20 +129,20 @@ def plan(
         key=lambda s: (s.entry is not None, s.key not in old, s.used),
     )
     picked = _VictimSelection(room, goal, everything, copies, data)
-    left = picked.add(left, lambda one: one.entry is None or one.key in old)
-    left = picked.add(left, lambda one: one.is_data and picked.excess > 0)
+    left = picked.select(left, lambda one: one.entry is None or one.key in old)
+    left = picked.select(left, lambda one: one.is_data and picked.excess > 0)
     if data:
         left = [one for one in left if one.is_data]
-    left = picked.add(left, lambda one: picked.is_above(one.user))
-    picked.add(left, lambda one: not picked.is_above(user))
+    left = picked.select(left, lambda one: picked.is_above(one.user))
+    picked.select(left, lambda one: not picked.is_above(user))
     return EvictionPlan(tuple(picked.victims), picked.freed, picked.is_enough)
 
 
 class _VictimSelection:
     """The victims of a plan so far, and what is left to do.
 
-    `taken` are the bytes that are only one user's, by uid; `excess` is how far data are above their
-    share, which counts where room is made for `data`.
+    `bytes_of_user` are the bytes that are only one user's, by uid; `excess` is how far data are
+    above their share, which counts where room is made for `data`.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class _VictimSelection:
         self.room, self.goal, self.for_data = room, goal, data > 0
         self.victims: list[str] = []
         self.freed = 0
-        self.taken = Counter(copies)
+        self.bytes_of_user = Counter(copies)
         self.excess = data + room.data_under_way - room.data
         for one in stored:
-            self.taken[one.user or 0] += one.bytes
+            self.bytes_of_user[one.user or 0] += one.bytes
             self.excess += one.bytes if one.is_data else 0
 
     def is_above(self, user: int | None) -> bool:
         """Whether a user has more than their share; root has none."""
-        return bool(user) and self.taken[user or 0] > self.room.share
+        return bool(user) and self.bytes_of_user[user or 0] > self.room.share
 
     @property
     def is_enough(self) -> bool:
@@ -172,7 +172,7 @@ class _VictimSelection:
             self.for_data and self.excess > 0
         )
 
-    def add(
+    def select(
         self, left: Iterable[StoredEntry], may_go: Callable[[StoredEntry], bool]
     ) -> list[StoredEntry]:
         """Picks of these, in their order, who may go, until it is enough; returns who stay."""
@@ -183,7 +183,7 @@ class _VictimSelection:
                 continue
             self.victims.append(one.key)
             self.freed += one.bytes
-            self.taken[one.user or 0] -= one.bytes
+            self.bytes_of_user[one.user or 0] -= one.bytes
             self.excess -= one.bytes if one.is_data else 0
         return stay
 
@@ -282,7 +282,7 @@ def _needs_no_eviction(cache: Cache, config: Config) -> bool:
 
 def recount_entries(cache: Cache) -> None:
     """Reads all entries and corrects their sum. Raises lock.LockTimeout, OSError."""
-    known = cache.stored_entries()
+    known = cache.list_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         _list_entries_and_correct_sum(cache, known)
 
@@ -293,7 +293,7 @@ def _list_entries_and_correct_sum(cache: Cache, known: Iterable[StoredEntry]) ->
     The caller holds the space lock.
     """
     before = entry_sum.begin_count(cache.entry_sum)
-    stored = cache.stored_entries(known)
+    stored = cache.list_entries(known)
     data = sum(one.bytes for one in stored if one.is_data)
     entry_sum.end_count(cache.entry_sum, before, sum(one.bytes for one in stored), data)
     return stored
@@ -303,16 +303,16 @@ def _space_under_limits(cache: Cache, config: Config, used: int) -> CacheSpace:
     disk = os.statvfs(cache.root)
     total = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
-    max_size, min_free = config.max_size.of(total), config.min_free.of(total)
+    max_size, min_free = config.max_size.resolve_bytes(total), config.min_free.resolve_bytes(total)
     may_take = _max_entry_bytes(max_size, min_free, used + free)
-    of_data = config.data.share.of(may_take)
+    of_data = config.data.share.resolve_bytes(may_take)
     return CacheSpace(
         free=free,
         used=used,
         max_size=max_size,
         min_free=min_free,
-        low=config.low_watermark.of(may_take),
-        share=config.max_user_share.of(may_take),
+        low=config.low_watermark.resolve_bytes(may_take),
+        share=config.max_user_share.resolve_bytes(may_take),
         data=of_data,
     )
 
@@ -322,12 +322,12 @@ def _max_entry_bytes(max_size: int, min_free: int, others_left: int) -> int:
     return max(0, min(max_size, others_left - min_free))
 
 
-def sum_copy_bytes_by_user(cache: Cache, but: Container[str] = ()) -> Counter[int]:
+def sum_copy_bytes_by_user(cache: Cache, excluded_keys: Container[str] = ()) -> Counter[int]:
     """The bytes on disk of the copies under way, `but` these, by the uid of each one's user."""
     found: Counter[int] = Counter()
     for directory in cache.parts.iterdir():
-        owner = Part(directory).owner()
-        if owner is not None and directory.name not in but:
+        owner = Part(directory).find_record()
+        if owner is not None and directory.name not in excluded_keys:
             found[owner.uid] += _tree_bytes_or_zero(directory)
     return found
 
@@ -340,7 +340,7 @@ def make_room(
     size: int,
     user: int | None = None,
     data: bool = False,
-    stay: frozenset[str] = frozenset(),
+    keys_to_keep: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
@@ -355,7 +355,7 @@ def make_room(
         return _has_room(cache, config, partial(goal_for_copy, size=size))
 
     # Before the lock, since it takes long where there are many; looked at once more under it.
-    known = () if has_room() else cache.stored_entries()
+    known = () if has_room() else cache.list_entries()
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
         if has_room():
             return ()
@@ -373,10 +373,10 @@ def make_room(
             return ()
         under_way = sum_copy_bytes_by_user(cache)
         under_way[user or 0] += size
-        kept = leases.keys() | stay
+        kept = leases.leased_keys() | keys_to_keep
         taken = size if data else 0
         made = plan(stored, kept, room, goal, path, under_way, user, taken, time.time())
-        if not made.enough:
+        if not made.is_enough:
             raise Declined(
                 "no-room",
                 f"needs {format_size(size)}; {format_size(room.free)} are free, of which"
@@ -405,16 +405,16 @@ def evict_for_job(
     `others` are the bytes, by uid, that jobs have beside the entries; they count for the shares.
     `timeout` in seconds is for the space lock. Raises lock.LockTimeout, Failed, OSError.
     """
-    known = cache.stored_entries()
+    known = cache.list_entries()
     with lock.held(cache.space_lock, timeout):
         stored = _list_entries_and_correct_sum(cache, known)
         under_way = sum_copy_bytes_by_user(cache) + Counter(others)
         under_way[user] += need
         room = measure_space(cache, stored, config)
         goal = EvictionGoal(free=room.min_free + need, used=room.used)
-        leased, now = leases.keys(), time.time()
+        leased, now = leases.leased_keys(), time.time()
         made = plan(stored, leased, room, goal, copies=under_way, user=user, now=now)
-        if not made.enough:  # what others have on the disk would empty the cache for nothing
+        if not made.is_enough:  # what others have on the disk would empty the cache for nothing
             return ()
         victims = _evict_planned(cache, made)
     cache.delete_evicted()
@@ -434,11 +434,11 @@ def evict_to_watermark(
     Raises lock.LockTimeout.
     """
     if known is None:
-        known = () if _needs_no_eviction(cache, config) else cache.stored_entries()
+        known = () if _needs_no_eviction(cache, config) else cache.list_entries()
     with lock.held(cache.space_lock, timeout):
         drop_dead_parts(cache, _is_unresumable)
         made = plan_to_watermark(
-            cache, leases.keys, config, lambda: _list_entries_and_correct_sum(cache, known)
+            cache, leases.leased_keys, config, lambda: _list_entries_and_correct_sum(cache, known)
         )
         victims = _evict_planned(cache, made)
     cache.delete_evicted()
@@ -458,9 +458,9 @@ def plan_to_watermark(
     `read` gives the entries, if they are needed. Parts that no copy can resume count as gone.
     """
     if _needs_no_eviction(cache, config):
-        return EvictionPlan((), 0, enough=True)
+        return EvictionPlan((), 0, is_enough=True)
     is_full = not _has_free_inodes(cache)
-    stored = read() if read else cache.stored_entries()
+    stored = read() if read else cache.list_entries()
     room = measure_space(cache, stored, config)
     dead = list_dead_parts(cache, _is_unresumable)
     gone = sum(_tree_bytes_or_zero(cache.part_dir(key)) for key in dead)
@@ -479,11 +479,11 @@ def _has_free_inodes(cache: Cache) -> bool:
 def evict_keys(cache: Cache, leases: LeaseDirectory, keys: Iterable[str]) -> tuple[str, ...]:
     """Evicts these keys, except leased and pinned ones; returns those that were evicted."""
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        wanted = frozenset(keys) - leases.keys()
+        wanted = frozenset(keys) - leases.leased_keys()
         here = [directory.name for directory in cache.entries.iterdir()]
         victims = tuple(key for key in here if key in wanted and not cache.is_pinned(key))
         for key in victims:
-            cache.evict(key)
+            cache.evict_entry(key)
     cache.delete_evicted()
     return victims
 
@@ -495,7 +495,7 @@ def _evict_planned(cache: Cache, made: EvictionPlan) -> tuple[str, ...]:
     """
     victims = tuple(key for key in made.victims if not cache.is_pinned(key))
     for key in victims:
-        cache.evict(key)
+        cache.evict_entry(key)
     return victims
 
 
@@ -517,7 +517,7 @@ def drop_dead_parts(cache: Cache, unwanted: Callable[[Part], bool]) -> tuple[str
 
 
 def _is_unresumable(part: Part) -> bool:
-    return not part.resumable_in(boot_id())
+    return not part.is_resumable_in_boot(boot_id())
 
 
 def drop_dead_locks(cache: Cache) -> None:
@@ -536,7 +536,7 @@ def drop_dead_locks(cache: Cache) -> None:
 
 def _is_data_part(part: Part) -> bool:
     """Whether it is of no image, but of a job's data."""
-    owner = part.owner()
+    owner = part.find_record()
     return owner is not None and owner.image.kind == "data"
 
 

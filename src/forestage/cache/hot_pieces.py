@@ -51,7 +51,7 @@ def inherit_hot_map(cache: Cache, image: SourceImage) -> None:
         return
     old = [
         entry
-        for entry in map(cache.read, _read_index(_index_path(cache, image.path)))
+        for entry in map(cache.find_entry_by_key, _read_index(_index_path(cache, image.path)))
         if entry is not None
         and entry.identity.path == image.path
         and abs(entry.identity.size - image.size) <= ALIKE * image.size
@@ -82,7 +82,7 @@ def repair_index(cache: Cache) -> None:
             with contextlib.suppress(OSError):  # something else by that name
                 file.unlink(missing_ok=True)
     mapped = [one.name for one in cache.entries.iterdir() if files.lstat_or_none(one / "hot")]
-    entries = [entry for entry in map(cache.read, mapped) if entry is not None]
+    entries = [entry for entry in map(cache.find_entry_by_key, mapped) if entry is not None]
     newest = {one.identity.path: one.key for one in sorted(entries, key=lambda one: one.created)}
     for path, key in newest.items():
         if not _read_index(_index_path(cache, path)):

@@ -45,7 +45,7 @@ class KnownDisks(msgspec.Struct, frozen=True):
     version: int = VERSION
     caches: tuple[CacheLocation, ...] = ()
 
-    def find_disk(self, root: str) -> CacheLocation | None:
+    def find_location(self, root: str) -> CacheLocation | None:
         """Return what is remembered of the cache with this root. Pure."""
         return next((one for one in self.caches if one.root == root), None)
 
@@ -116,7 +116,7 @@ def remember_disk(
     folders.ensure_directory(file.parent, folders.PRIVATE)
     with lock.held(file.with_suffix(".lock"), LOCK_TIMEOUT):
         known = read_known_disks(file)
-        before = known.find_disk(now.root)
+        before = known.find_location(now.root)
         is_kept = before is not None and (
             before.file_system == now.file_system or is_unmounted(before, now)
         )

@@ -143,7 +143,7 @@ class Cache:
         self.known_disks = known_disks
 
     @property
-    def real(self) -> str:
+    def real_root(self) -> str:
         """The root as the kernel's mount table knows it."""
         return os.path.realpath(self.root)
 
@@ -153,7 +153,7 @@ class Cache:
     def entry_dir(self, key: str) -> Path:
         return self.entries / key
 
-    def image(self, key: str) -> Path:
+    def image_path(self, key: str) -> Path:
         return self.entries / key / "image"
 
     def part_dir(self, key: str) -> Path:
@@ -162,18 +162,18 @@ class Cache:
     def part(self, key: str) -> Part:
         return Part(self.parts / key)
 
-    def note_stager(self, key: str) -> None:
-        """Tells `stager` that who holds the key's lock has just taken it."""
+    def mark_stager_start(self, key: str) -> None:
+        """Tells `find_stager` that who holds the key's lock has just taken it."""
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
             os.utime(self.key_lock(key))
 
-    def stager(self, key: str) -> PartRecord | None:
+    def find_stager(self, key: str) -> PartRecord | None:
         """The record of who copies the key now; None where nobody does, or has not written one.
 
         By the key's lock: a pid would be another process' after a while, or in another PID
         namespace. A record from before the lock was taken is that of a stager that was killed.
         """
-        owner, taken = self.part(key).owner(), self.key_lock(key)
+        owner, taken = self.part(key).find_record(), self.key_lock(key)
         noted, held = files.lstat_or_none(self.part(key).record), files.lstat_or_none(taken)
         if owner is None or noted is None or held is None or noted.st_mtime_ns < held.st_mtime_ns:
             return None
@@ -196,7 +196,7 @@ class Cache:
     def _prepare(self, require_mount: bool) -> None:
         # It looks before it makes: mkdir(2) waits for a disk that takes no writes, though the
         # directory is there.
-        self.must_be_on_its_disk(require_mount)
+        self.check_on_its_disk(require_mount)
         if not self.root.exists():
             self.root.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -210,8 +210,8 @@ class Cache:
                 f"{self.root} is not a directory of root's with mode 0700",
                 "remove it, or set `cache:` to another path",
             )
-        self._must_be_out_of_reach()
-        found = self._format()
+        self._check_out_of_reach()
+        found = self._is_made()
         for directory in (self.entries, self.parts, self.evicted, self.locks):
             if not directory.is_dir():
                 directory.mkdir(mode=0o700, exist_ok=True)
@@ -223,7 +223,7 @@ class Cache:
         # Last: whoever reads it finds the directories above.
         records.write(self.root / "format", FORMAT.encode())
 
-    def _format(self) -> bool:
+    def _is_made(self) -> bool:
         """Whether the cache is made. Raises Failed where it is not one of this release's."""
         file = self.root / "format"
         try:
@@ -241,12 +241,12 @@ class Cache:
             )
         return True
 
-    def note_instance(self) -> None:
+    def mark_in_use(self) -> None:
         """Leave a mark of this forestage in the cache: by its /run, where its leases are.
 
         Before something is made that another one might delete, and by the sweep; not for a hit.
         """
-        mark = self._mark()
+        mark = self._instance_mark()
         with contextlib.suppress(OSError):  # of the disk: what is made next will meet it
             if mark is not None and not mark.exists():
                 mark.parent.mkdir(mode=0o700, exist_ok=True)
@@ -255,16 +255,16 @@ class Cache:
                     if not other.name.startswith(f"{boot_id()}."):
                         other.unlink(missing_ok=True)
 
-    def must_be_alone(self) -> None:
+    def check_used_alone(self) -> None:
         """Raise NotFoundError where another forestage has used the cache since the boot."""
         others = self.instances.glob(f"{boot_id()}.*")
-        if found := next((one for one in others if one != self._mark()), None):
+        if found := next((one for one in others if one != self._instance_mark()), None):
             raise NotFoundError(
                 f"{self.root} is used by another forestage of this node, in a container perhaps",
                 f"if that is gone for good, remove {found}",
             )
 
-    def _mark(self) -> Path | None:
+    def _instance_mark(self) -> Path | None:
         """Of its /run; None for what only looks. Two on one node never have the same inode."""
         run = files.lstat_or_none(self.claims.parent) if self.claims != self.locks else None
         name = f"{boot_id()}.{run.st_dev}-{run.st_ino}" if run else ""
@@ -280,7 +280,7 @@ class Cache:
             if found is not None and abs(now - found.st_mtime) > UNFINISHED_AFTER:
                 file.unlink(missing_ok=True)
 
-    def correct_uses(self, now: float) -> None:
+    def correct_future_uses(self, now: float) -> None:
         """Makes uses that have yet to come, by this node's clock, uses at `now`.
 
         They are of before the clock was set back. Else what jobs use from now on would be evicted
@@ -292,12 +292,12 @@ class Cache:
                 if found is not None and found.st_mtime > now + UNFINISHED_AFTER / 60:
                     os.utime(directory / "used", (now, now), follow_symlinks=False)
 
-    def find(self, image: SourceImage) -> Entry | None:
+    def find_entry(self, image: SourceImage) -> Entry | None:
         """The published entry with exactly this image's bytes and access rights, if it is here.
 
-        None also where its bytes are not proven: a stager does that (`take_back`), or a sweep.
+        None also where its bytes are not proven: a stager does that (`demote_to_part`), or a sweep.
         """
-        entry = self.read(image.key)
+        entry = self.find_entry_by_key(image.key)
         if entry is None or entry.identity != image.identity or entry.access != image.access:
             return None
         return entry if self.is_proven(image.key) else None
@@ -313,34 +313,34 @@ class Cache:
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return False
 
-    def last_read(self, key: str) -> float:
+    def last_verified(self, key: str) -> float:
         """When an entry was last read whole and right; seconds since the epoch, 0: unknown."""
         found = files.lstat_or_none(self.entry_dir(key) / "boot")
         return found.st_mtime if found else 0.0
 
-    def take_back(self, key: str) -> None:
+    def demote_to_part(self, key: str) -> None:
         """Makes an entry a part again, so that a stager proves it. Under the key's and space lock.
 
         Nobody sees its file: what is not proven is not served, and a boot ends all redirects.
         """
-        size, is_data = self._bytes(key), self._is_data(key)
+        size, is_data = self._entry_bytes(key), self._is_data(key)
         self.entry_dir(key).rename(self.part_dir(key))
         entry_sum.add_bytes(self.entry_sum, -size, is_data)
         (self.part_dir(key) / "entry.json").unlink(missing_ok=True)
 
-    def read(self, key: str) -> Entry | None:
+    def find_entry_by_key(self, key: str) -> Entry | None:
         """The record of a published entry; None where there is none, or it is damaged."""
-        entry = self._record(key)
+        entry = self._find_record(key)
         return (
             entry
-            if entry and _is_entry_whole(entry, key, files.lstat_or_none(self.image(key)))
+            if entry and _is_entry_whole(entry, key, files.lstat_or_none(self.image_path(key)))
             else None
         )
 
-    def _record(self, key: str) -> Entry | None:
+    def _find_record(self, key: str) -> Entry | None:
         return records.find(self.entry_dir(key) / "entry.json", Entry)
 
-    def digests(self, entry: Entry) -> bytes:
+    def read_digests(self, entry: Entry) -> bytes:
         """The digests that were taken while it was copied; b"" where not every chunk has a place.
 
         Raises OSError.
@@ -352,7 +352,7 @@ class Cache:
         length = chunk_count(entry.identity.size, entry.chunk or 1) * ENTRY_BYTES
         return found if len(found) == length else b""
 
-    def stored_entries(self, known: Iterable[StoredEntry] = ()) -> list[StoredEntry]:
+    def list_entries(self, known: Iterable[StoredEntry] = ()) -> list[StoredEntry]:
         """Everything below entries/, damaged ones too, in no order.
 
         Of `known` ones that are still here nothing is read again, but for damaged ones: there may
@@ -362,19 +362,19 @@ class Cache:
         found = []
         for directory in self.entries.iterdir():
             try:
-                found.append(whole.get(directory.name) or self._stored(directory))
+                found.append(whole.get(directory.name) or self._read_entry_directory(directory))
             except FileNotFoundError:  # evicted meanwhile
                 continue
         return found
 
-    def _stored(self, directory: Path) -> StoredEntry:
+    def _read_entry_directory(self, directory: Path) -> StoredEntry:
         facts = os.lstat(directory)
         if not stat.S_ISDIR(facts.st_mode):
             return StoredEntry(directory.name, facts.st_blocks * 512, 0.0, pinned=False, entry=None)
         key = directory.name
         with os.scandir(directory) as names:
             found = {one.name: one.stat(follow_symlinks=False) for one in names}
-        entry = self._record(key)
+        entry = self._find_record(key)
         return StoredEntry(
             key=key,
             bytes=512 * (facts.st_blocks + sum(one.st_blocks for one in found.values())),
@@ -395,7 +395,7 @@ class Cache:
         """
         part = self.part_dir(entry.key)
         (part / "spare").unlink(missing_ok=True)  # what is written next may need its room
-        self.part(entry.key).forget_peers()
+        self.part(entry.key).delete_peer_notes()
         records.write(part / "entry.json", msgspec.json.encode(entry))
         records.write(part / "used", b"%d" % (user or 0))
         (part / "owner.json").unlink(missing_ok=True)
@@ -409,12 +409,12 @@ class Cache:
         if entry.expected:
             os.utime(part / "used", (entry.created, entry.created))
         # A damaged entry of the same key would be in the way of the rename.
-        self.evict(entry.key)
+        self.evict_entry(entry.key)
         part.rename(self.entry_dir(entry.key))
-        entry_sum.add_bytes(self.entry_sum, self._bytes(entry.key), entry.kind == "data")
+        entry_sum.add_bytes(self.entry_sum, self._entry_bytes(entry.key), entry.kind == "data")
         records.sync_directory(self.entries)
 
-    def touch(self, key: str, now: float, user: int | None = None) -> None:
+    def record_use(self, key: str, now: float, user: int | None = None) -> None:
         """Notes a use at `now` (seconds since the epoch), by the user with this uid."""
         used = self.entry_dir(key) / "used"
         if user is not None:
@@ -422,16 +422,16 @@ class Cache:
                 _add_user(used, user)
         os.utime(used, (now, now), follow_symlinks=False)
 
-    def evict(self, key: str) -> None:
+    def evict_entry(self, key: str) -> None:
         """Moves an entry away by one rename; `delete_evicted` deletes it later.
 
         Who has it open, or bound over a path, keeps reading it: unlinked files stay until closed.
         """
-        size, is_data = self._bytes(key), self._is_data(key)
-        if self.move_aside(self.entry_dir(key)) is not None:
+        size, is_data = self._entry_bytes(key), self._is_data(key)
+        if self.move_to_evicted(self.entry_dir(key)) is not None:
             entry_sum.add_bytes(self.entry_sum, -size, is_data)
 
-    def _bytes(self, key: str) -> int:
+    def _entry_bytes(self, key: str) -> int:
         """Of an entry, for the sum, which is wrong by that much where a disk does not say it."""
         try:
             return tree_bytes(self.entry_dir(key))
@@ -441,7 +441,7 @@ class Cache:
     def _is_data(self, key: str) -> bool:
         """Whether an entry is no image, for the sum; a damaged one counts as an image."""
         try:
-            entry = self._record(key)
+            entry = self._find_record(key)
         except OSError:
             return False
         return entry is not None and entry.kind == "data"
@@ -476,11 +476,11 @@ class Cache:
 
         By one rename first: a part that is half gone would pass for one that can be resumed.
         """
-        gone = self.move_aside(self.part_dir(key))
+        gone = self.move_to_evicted(self.part_dir(key))
         if gone is not None:
             self.delete_evicted(gone)
 
-    def move_aside(self, directory: Path) -> Path | None:
+    def move_to_evicted(self, directory: Path) -> Path | None:
         """Where the directory is now, below evicted/; None if there is none. Raises Failed."""
         for number in range(1000):
             target = self.evicted / f"{directory.name}.{number}"
@@ -497,10 +497,10 @@ class Cache:
             return target
         raise Failed("evicted-stays", f"{self.evicted} cannot be emptied", "delete what it holds")
 
-    def _must_be_out_of_reach(self) -> None:
+    def _check_out_of_reach(self) -> None:
         """Raises Failed where somebody else could put another directory in the cache's place."""
         # Mostly the same directories: each is looked at once, as each hook does it.
-        for above in dict.fromkeys((*self.root.parents, *Path(self.real).parents)):
+        for above in dict.fromkeys((*self.root.parents, *Path(self.real_root).parents)):
             facts = above.stat()
             others = stat.S_IWOTH | (stat.S_IWGRP if facts.st_gid else 0)
             # In a sticky directory, such as /tmp, nobody renames what is not theirs.
@@ -512,15 +512,15 @@ class Cache:
                     f"give it to root, `chmod go-w {above}`, or set `cache:` to another path",
                 )
 
-    def reached_by_others(self) -> Failed | None:
+    def find_exposure(self) -> Failed | None:
         """Why `prepare` would refuse the place for what others may do there. Raises OSError."""
         try:
-            self._must_be_out_of_reach()
+            self._check_out_of_reach()
         except Failed as failed:
             return failed
         return None
 
-    def must_be_on_its_disk(self, require_mount: bool) -> None:
+    def check_on_its_disk(self, require_mount: bool) -> None:
         """Raises Failed where the cache's disk is not mounted, Declined where nodes share it.
 
         The mount table is read only where the file system there is not the one that is remembered,
@@ -528,7 +528,7 @@ class Cache:
         """
         known = None
         if self.known_disks is not None:
-            known = known_disks.read_known_disks(self.known_disks).find_disk(self.real)
+            known = known_disks.read_known_disks(self.known_disks).find_location(self.real_root)
         if known is not None and known_disks.is_on_its_disk(known, self.root):
             return
         under = self._find_local_mount(require_mount)
@@ -545,7 +545,7 @@ class Cache:
     def find_other_disk(self) -> Declined | None:
         """Why what lies at the root is another disk than the cache's. Raises OSError."""
         try:
-            self.must_be_on_its_disk(require_mount=False)
+            self.check_on_its_disk(require_mount=False)
         except Declined as declined:
             return declined
         return None
@@ -558,7 +558,7 @@ class Cache:
         if self.known_disks is None:
             return
         with contextlib.suppress(OSError, Declined):
-            now = self.find_disk()
+            now = self.read_current_location()
             before = known_disks.remember_disk(self.known_disks, now)
             if before is not None:
                 there = f"{before.file_system} at {before.point}"
@@ -569,24 +569,24 @@ class Cache:
 
     def accept_disk(self, require_mount: bool) -> CacheLocation:
         """Has the cache use the disk that its path leads to now. Raises Declined, OSError."""
-        now = self.find_disk(require_mount)
+        now = self.read_current_location(require_mount)
         if self.known_disks is not None:
             known_disks.remember_disk(self.known_disks, now, is_accepted=True)
         return now
 
-    def find_disk(self, require_mount: bool = False) -> CacheLocation:
+    def read_current_location(self, require_mount: bool = False) -> CacheLocation:
         """Return the disk that the cache's path leads to now. Raises Declined, OSError."""
         under = self._find_local_mount(require_mount)
         if under is None:
             raise Failed("cache-not-mounted", f"no mount is known above {self.root}")
-        return known_disks.read_current_location(self.root, self.real, under)
+        return known_disks.read_current_location(self.root, self.real_root, under)
 
     def _find_local_mount(self, require_mount: bool) -> MountInfo | None:
         """The mount that the cache lies on, or would; None where none is known above it.
 
         Raises Failed where that is the root disk and must not be, Declined where nodes share it.
         """
-        under = mounts.find_disk_mount(self.real)
+        under = mounts.find_disk_mount(self.real_root)
         if require_mount and (under is None or under.point == "/"):
             raise Failed(
                 "cache-not-mounted",

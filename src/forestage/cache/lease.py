@@ -74,7 +74,7 @@ class Lease(msgspec.Struct, frozen=True):
     start: int = 0
     restart: int = 0
 
-    def is_of(self, uid: int, start: int = 0) -> bool:
+    def belongs_to(self, uid: int, start: int = 0) -> bool:
         """Return whether this is the lease of that user's job, of the run that began then. Pure.
 
         A start that is not known, 0, is any.
@@ -86,17 +86,17 @@ class Lease(msgspec.Struct, frozen=True):
         others = tuple(u for u in self.uses if u not in (use, EntryUse(use.key)))
         return msgspec.structs.replace(self, uses=(*others, use))
 
-    def unredirected(self, path: str) -> "Lease":
+    def without_redirect(self, path: str) -> "Lease":
         """Returns a lease that wants no redirect at this path; what it uses stays the same."""
         uses = dict.fromkeys(EntryUse(u.key) if u.path == path else u for u in self.uses)
         return msgspec.structs.replace(self, uses=tuple(uses))
 
-    def saving(self, path: str) -> "Lease":
+    def with_save_path(self, path: str) -> "Lease":
         """Returns a lease of a job that saves to this path, and so wants no redirect there."""
         saves = tuple(dict.fromkeys((*self.saves, path)))
-        return msgspec.structs.replace(self.unredirected(path), saves=saves)
+        return msgspec.structs.replace(self.without_redirect(path), saves=saves)
 
-    def without(self, key: str) -> "Lease":
+    def without_entry(self, key: str) -> "Lease":
         """Returns a lease in which this entry is not used."""
         return msgspec.structs.replace(self, uses=tuple(u for u in self.uses if u.key != key))
 
@@ -117,22 +117,22 @@ class LeaseDirectory:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def file(self, job: int) -> Path:
+    def lease_file(self, job: int) -> Path:
         return self.directory / f"{job}.json"
 
-    def shown(self, job: int) -> Path:
+    def step_record_file(self, job: int) -> Path:
         """Where the companion finds what the job's steps are shown (cache/step_record.py)."""
         return self.directory / f"{job}.shown"
 
-    def directory_record(self, job: int) -> Path:
+    def directory_record_file(self, job: int) -> Path:
         """Where the companion finds the job's own directory (features/data/directory_record.py)."""
         return self.directory / f"{job}.directory"
 
-    def over(self, job: int) -> Path:
+    def over_mark(self, job: int) -> Path:
         """It is there once an Epilog that could not do its work has ended the job."""
         return self.directory / f"{job}.over"
 
-    def nodelist(self, job: int, uid: int | None = None) -> str:
+    def read_nodelist(self, job: int, uid: int | None = None) -> str:
         """The nodes that Slurm named to the Prolog of this user's job (hooks/boundary.py).
 
         "" if they are unknown. `uid` None: whoever's job it is.
@@ -144,39 +144,39 @@ class LeaseDirectory:
                 return listed
         return ""
 
-    def hints(self, job: int) -> Path:
+    def hints_flag(self, job: int) -> Path:
         """By this the companion knows that each step of the job is to be shown more images."""
         return self.directory / f"{job}.hinted"
 
-    def begin_hinted(self, job: int) -> None:
+    def set_hints_flag(self, job: int) -> None:
         """Has each of the job's steps ask a helper for the comment's sake.
 
         Under the space lock, with a lease that is there.
         """
-        self.hints(job).touch(0o600)
+        self.hints_flag(job).touch(0o600)
 
-    def end_hinted(self, job: int, uid: int | None = None) -> None:
+    def clear_hints_flag(self, job: int, uid: int | None = None) -> None:
         """Has the job's steps ask no helper for the comment's sake, if it names nothing for them.
 
         Under the space lock.
         """
-        said = self.said(job, uid)
+        said = self.read_notes(job, uid)
         if not said.hinted and said.data is None and not said.words:
-            self.hints(job).unlink(missing_ok=True)
+            self.hints_flag(job).unlink(missing_ok=True)
 
-    def hinted(self, job: int, uid: int | None = None) -> tuple[str, ...]:
+    def list_hinted_images(self, job: int, uid: int | None = None) -> tuple[str, ...]:
         """The images that the job's comment named, and its Prolog found."""
         with contextlib.suppress(Failed, OSError):
-            return tuple(map(os.fsdecode, self.said(job, uid).hinted))
+            return tuple(map(os.fsdecode, self.read_notes(job, uid).hinted))
         return ()
 
-    def said(self, job: int, uid: int | None = None) -> JobNotes:
+    def read_notes(self, job: int, uid: int | None = None) -> JobNotes:
         """What was said of this user's job; nothing where nothing was.
 
         `uid` None: whoever's job it is. Raises Failed if that is damaged.
         """
         try:
-            found = records.load(self.said_file(job), JobNotes)
+            found = records.load(self.notes_file(job), JobNotes)
         except FileNotFoundError:
             return JobNotes()
         except records.DamagedRecord as damaged:
@@ -188,65 +188,69 @@ class LeaseDirectory:
     def has_data(self, job: int, uid: int) -> bool:
         """Whether the comment of this user's job named any data; not where nobody can tell."""
         with contextlib.suppress(Failed, OSError):
-            return self.said(job, uid).data is not None
+            return self.read_notes(job, uid).data is not None
         return False
 
-    def said_file(self, job: int) -> Path:
+    def notes_file(self, job: int) -> Path:
         return self.directory / f"{job}.said"
 
-    def note(self, job: int, uid: int, **said: object) -> None:
+    def add_notes(self, job: int, uid: int, **said: object) -> None:
         """Notes more of what was said, with a lease that is there. Under the space lock."""
         folders.ensure_directory_with_mode(self.directory)
         # What a killed hook left without a lease was said to an earlier run of the job.
-        earlier = self.said(job, uid) if self.file(job).exists() else JobNotes()
+        earlier = self.read_notes(job, uid) if self.lease_file(job).exists() else JobNotes()
         found = msgspec.structs.replace(earlier, **said, uid=uid)
-        records.write(self.said_file(job), msgspec.json.encode(found))
+        records.write(self.notes_file(job), msgspec.json.encode(found))
 
-    def say(self, lease: Lease, **said: object) -> None:
+    def add_notes_and_keep_lease(self, lease: Lease, **said: object) -> None:
         """Notes more of what was said, and keeps the lease by that. Under the space lock."""
-        self.note(lease.job, lease.user.uid, **said)
-        self.put(lease)
+        self.add_notes(lease.job, lease.user.uid, **said)
+        self.write_or_drop(lease)
 
-    def read(self, job: int) -> Lease | None:
+    def find_lease(self, job: int) -> Lease | None:
         """The lease with a job's number, whoever's it is. Raises Failed if it is damaged."""
-        return _find_lease(self.file(job))
+        return _find_lease(self.lease_file(job))
 
-    def read_own(self, job: int, uid: int) -> Lease | None:
+    def find_own_lease(self, job: int, uid: int) -> Lease | None:
         """The lease of this user's job; None also where another user's has its number.
 
         Raises Failed if it is damaged.
         """
-        lease = self.read(job)
-        return lease if lease and lease.is_of(uid) else None
+        lease = self.find_lease(job)
+        return lease if lease and lease.belongs_to(uid) else None
 
-    def all(self) -> list[Lease]:
+    def list_leases(self) -> list[Lease]:
         """Every lease, by file name. Raises Failed for a damaged one: it may protect any entry."""
         # glob() of a directory that is not there is empty, and so are the leases of a fresh boot.
         found = map(_find_lease, sorted(self.directory.glob("*.json")))
         return [lease for lease in found if lease is not None]
 
-    def keys(self) -> frozenset[str]:
+    def leased_keys(self) -> frozenset[str]:
         """The keys in use by any job: what must not be evicted."""
-        return frozenset(use.key for lease in self.all() for use in lease.uses)
+        return frozenset(use.key for lease in self.list_leases() for use in lease.uses)
 
-    def users_of(self, key: str) -> frozenset[int]:
+    def list_users_of(self, key: str) -> frozenset[int]:
         """Return the uids whose jobs use this entry; a damaged lease is nobody's."""
         return frozenset(
-            lease.user.uid for lease in self._sound() if any(use.key == key for use in lease.uses)
+            lease.user.uid
+            for lease in self._list_readable()
+            if any(use.key == key for use in lease.uses)
         )
 
-    def saved_to(self, path: str) -> bool:
+    def is_saved_to(self, path: str) -> bool:
         """Whether some job saves its container there; a damaged lease is of none."""
-        return any(path in lease.saves for lease in self._sound())
+        return any(path in lease.saves for lease in self._list_readable())
 
-    def redirected(self) -> frozenset[str]:
+    def list_redirected_paths(self) -> frozenset[str]:
         """The paths that some job needs redirected. A damaged lease needs none.
 
         It protects its entries, but taking a redirect off does nobody harm.
         """
-        return frozenset(use.path for lease in self._sound() for use in lease.uses if use.path)
+        return frozenset(
+            use.path for lease in self._list_readable() for use in lease.uses if use.path
+        )
 
-    def _sound(self) -> Iterator[Lease]:
+    def _list_readable(self) -> Iterator[Lease]:
         """The leases that can be read."""
         for file in self.directory.glob("*.json"):
             lease = None
@@ -255,7 +259,7 @@ class LeaseDirectory:
             if lease is not None:
                 yield lease
 
-    def write(self, lease: Lease) -> None:
+    def write_lease(self, lease: Lease) -> None:
         """Takes or extends a job's lease. Under the space lock.
 
         Raises Declined where it would grow above MAX_BYTES.
@@ -264,31 +268,31 @@ class LeaseDirectory:
         data = msgspec.json.encode(lease)
         if len(data) > MAX_BYTES:
             raise Declined("too-many", "the job's lease on this node holds what one may hold")
-        records.write(self.file(lease.job), data)
+        records.write(self.lease_file(lease.job), data)
 
-    def put(self, lease: Lease) -> None:
+    def write_or_drop(self, lease: Lease) -> None:
         """Writes a lease, or drops one that says nothing any more. Under the space lock."""
-        if lease.uses or lease.saves or self.said(lease.job, lease.user.uid) != JobNotes():
-            self.write(lease)
+        if lease.uses or lease.saves or self.read_notes(lease.job, lease.user.uid) != JobNotes():
+            self.write_lease(lease)
         else:
-            self._drop(lease.job, ("shown", "hinted", "said", "directory"))
+            self._delete_files(lease.job, ("shown", "hinted", "said", "directory"))
 
-    def confirm(self, job: int) -> None:
+    def touch_lease(self, job: int) -> None:
         """Says that a hook goes on with the lease as it is. Under the space lock."""
-        os.utime(self.file(job))
+        os.utime(self.lease_file(job))
 
-    def mark(self, job: int) -> LeaseVersion | None:
+    def find_version(self, job: int) -> LeaseVersion | None:
         """What changes whenever a hook has to do with the lease; None where there is none."""
-        found = files.lstat_or_none(self.file(job))
+        found = files.lstat_or_none(self.lease_file(job))
         return LeaseVersion(found.st_ino, found.st_ctime_ns) if found else None
 
-    def jobs(self) -> tuple[int, ...]:
+    def list_jobs(self) -> tuple[int, ...]:
         """The jobs that have a lease, damaged ones too, in order."""
         # glob() of a directory that is not there is empty.
         names = (file.stem for file in self.directory.glob("*.json"))
         return tuple(sorted(int(name) for name in names if is_number(name)))
 
-    def nodes_alone(self, before: float) -> tuple[int, ...]:
+    def list_jobs_without_lease(self, before: float) -> tuple[int, ...]:
         """The jobs without a lease whose nodes were noted before that moment, of the wall clock."""
         found = self.directory.glob("*.nodes")
         alone = (file for file in found if not file.with_suffix(".json").exists())
@@ -299,17 +303,17 @@ class LeaseDirectory:
         )
         return tuple(sorted(int(file.stem) for file in old if is_number(file.stem)))
 
-    def drop_nodes(self, job: int, before: float) -> None:
+    def drop_nodelist(self, job: int, before: float) -> None:
         """Deletes the nodes of a job without a lease, if still the same. Under the space lock."""
-        if job in self.nodes_alone(before):
+        if job in self.list_jobs_without_lease(before):
             (self.directory / f"{job}.nodes").unlink(missing_ok=True)
 
-    def caches(self) -> tuple[str, ...]:
+    def list_cache_roots(self) -> tuple[str, ...]:
         """The roots of the caches that leases name; damaged ones name none."""
         found: dict[str, None] = {}
-        for job in self.jobs():
+        for job in self.list_jobs():
             with contextlib.suppress(Failed):
-                lease = self.read(job)
+                lease = self.find_lease(job)
                 if lease is not None:
                     found[lease.cache] = None
         return tuple(found)
@@ -335,14 +339,16 @@ class LeaseDirectory:
         for file in (*self.directory.glob(".*.*.*"), *alone):  # the first as records.py names them
             file.unlink(missing_ok=True)
 
-    def drop(self, job: int) -> None:
+    def drop_lease(self, job: int) -> None:
         """Ends a job's lease, with all that was noted beside it. Under the space lock."""
         kinds = {file.suffix[1:] for file in self.directory.glob(f"{job}.*")}
-        self._drop(job, kinds - {"json", "prolog"})  # of that one somebody may have the lock
+        self._delete_files(
+            job, kinds - {"json", "prolog"}
+        )  # of that one somebody may have the lock
 
-    def _drop(self, job: int, kinds: Iterable[str]) -> None:
+    def _delete_files(self, job: int, kinds: Iterable[str]) -> None:
         # The lease last: a sweep that finds one does what is left here.
-        for file in (*(self.directory / f"{job}.{kind}" for kind in kinds), self.file(job)):
+        for file in (*(self.directory / f"{job}.{kind}" for kind in kinds), self.lease_file(job)):
             try:
                 file.unlink(missing_ok=True)
             except IsADirectoryError:

@@ -29,12 +29,12 @@ class Node(msgspec.Struct, frozen=True):
     clock: Clock
 
     @classmethod
-    def of(cls, config: Config, places: NodePaths, clock: Clock) -> "Node":
+    def from_config(cls, config: Config, places: NodePaths, clock: Clock) -> "Node":
         # The kernel's mount table knows the cache by its real path only.
         root = places.root / os.path.realpath(config.cache).lstrip("/")
         cache = Cache(root, places.claims, places.known_disks)
         return cls(config, places, cache, LeaseDirectory(places.leases), clock)
 
-    def configured(self, **keys: object) -> "Node":
+    def with_config(self, **keys: object) -> "Node":
         """Returns the node with other values of these keys."""
         return msgspec.structs.replace(self, config=msgspec.structs.replace(self.config, **keys))

@@ -82,43 +82,43 @@ class Part:
         self.hot = directory / "hot"
         self.waited = directory / "waited"
 
-    def owner(self) -> PartRecord | None:
+    def find_record(self) -> PartRecord | None:
         """Who copies, or copied; None where nothing can be read."""
         return records.find(self.record, PartRecord)
 
-    def write_owner(self, owner: PartRecord) -> None:
+    def write_record(self, owner: PartRecord) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
-        self.forget_peers()  # what one that was killed noted of them
+        self.delete_peer_notes()  # what one that was killed noted of them
         if not self.waited.exists():
             self.waited.touch()
             os.utime(self.waited, (0, 0))
         records.write(self.record, msgspec.json.encode(owner))
 
-    def note_stopped(self) -> None:
+    def mark_stopped(self) -> None:
         """Says that the copy did not end by misfortune. Raises OSError."""
-        owner = self.owner()
+        owner = self.find_record()
         if owner is not None:
-            self.write_owner(msgspec.structs.replace(owner, stopped=True))
+            self.write_record(msgspec.structs.replace(owner, stopped=True))
 
-    def digests(self) -> bytes:
+    def read_digests(self) -> bytes:
         """The whole map; empty where there is none yet, or something else has its name."""
         try:
             return records.read_raw(self.map)
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             return b""
 
-    def hot_chunks(self, chunk: int) -> list[int]:
+    def list_hot_chunks(self, chunk: int) -> list[int]:
         """The chunks that a start of the image reads, if that is known."""
         numbers = records.find(self.hot, list[int]) or []
         return list(dict.fromkeys(number * HOT_PIECE // chunk for number in numbers))
 
-    def copied(self, owner: PartRecord) -> int:
+    def copied_bytes(self, owner: PartRecord) -> int:
         """Bytes that are in. Of a copy without a map (rsync): how far the file has grown."""
         if owner.engine == "rsync":
             return _file_size(self.image)
-        return count_done_bytes(self.digests(), owner.chunk, owner.image.size)
+        return count_done_bytes(self.read_digests(), owner.chunk, owner.image.size)
 
-    def note_waiting(self, now: float) -> None:
+    def mark_waited_for(self, now: float) -> None:
         """Says that a hook waits for this copy, `now` in seconds since the epoch.
 
         It makes no file: that might be one more in the entry that the part becomes this moment.
@@ -131,18 +131,18 @@ class Part:
         found = files.lstat_or_none(self.waited)
         return found is not None and abs(now - found.st_mtime) < WAITED
 
-    def forget_peers(self) -> None:
+    def delete_peer_notes(self) -> None:
         self.peers.unlink(missing_ok=True)
         self.source_failed.unlink(missing_ok=True)
 
-    def of_peers(self) -> int:
+    def read_peer_bytes(self) -> int:
         """Bytes that peers gave to the stager that runs now."""
         try:
             return int(records.read_raw(self.peers) or b"0")
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord, ValueError):
             return 0
 
-    def stood_still(self, now: float) -> float:
+    def idle_seconds(self, now: float) -> float:
         """Seconds since the last chunk, or rsync's last write, came in; `now` since the epoch.
 
         By the file whose time is nearest: one that was written before the clock was set back has a
@@ -151,23 +151,23 @@ class Part:
         there = filter(None, map(files.lstat_or_none, (self.map, self.image, self.record)))
         return min((abs(now - found.st_mtime) for found in there), default=now)
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of disk that image and map have."""
         there = filter(None, map(files.lstat_or_none, (self.image, self.map)))
         return sum(found.st_blocks for found in there) * 512
 
-    def resumable_in(self, boot: str) -> bool:
+    def is_resumable_in_boot(self, boot: str) -> bool:
         """Whether somebody could go on with it in this boot."""
-        owner = self.owner()
+        owner = self.find_record()
         return owner is not None and owner.boot == boot
 
-    def resumable(self, owner: PartRecord) -> bool:
+    def is_beginning_of(self, owner: PartRecord) -> bool:
         """Whether what is here is the beginning of just this copy, written in this boot."""
-        before = self.owner()
+        before = self.find_record()
         # rsync's file grows; a file of chunks has its full length from the start.
         return (
             before is not None
-            and self._is_plain()
+            and self._has_files_only()
             and (owner.engine == "rsync" or _file_size(self.image) == owner.image.size)
             and (
                 (before.boot, before.image, before.chunk, before.engine)
@@ -175,7 +175,7 @@ class Part:
             )
         )
 
-    def _is_plain(self) -> bool:
+    def _has_files_only(self) -> bool:
         """Whether all that is here are files: a directory by the map's name is never written."""
         with os.scandir(self.directory) as entries:
             return all(entry.is_file(follow_symlinks=False) for entry in entries)

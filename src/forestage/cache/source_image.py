@@ -103,8 +103,8 @@ class PathFacts(msgspec.Struct, frozen=True):
     mode: int
     image: SourceImage | None = None
     head: bytes = b""
-    listed: bool = False
-    written: bool = False
+    is_listable: bool = False
+    has_writer: bool = False
     is_bound: bool = False
 
 
@@ -200,10 +200,10 @@ def check_node_redirect(found: PathFacts) -> None:
     spank = "`redirect: spank` stages such files as well"
     if found.image and found.image.access.mode & (stat.S_ISUID | stat.S_ISGID):
         raise Declined("set-id", f"{found.path} is set-user-ID or set-group-ID", spank)
-    if not found.listed:
+    if not found.is_listable:
         what = f"this user cannot list the directory of {found.path}"
         raise Declined("unlisted", what, spank)
-    if found.written:
+    if found.has_writer:
         raise Declined("written", f"{found.path} is open for writing on this node", spank)
 
 

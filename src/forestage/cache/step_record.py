@@ -43,16 +43,16 @@ MAX_RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
 class RecordedImage(msgspec.Struct, frozen=True):
-    """What a step of this user's gets who asks for `asked`, an absolute path as it was written."""
+    """What a step of this user's gets who asks for `requested_path`, an absolute path as it was written."""
 
-    asked: str
+    requested_path: str
     uid: int
     event: str
-    answer: LineFields
+    reply_fields: LineFields
 
     @property
     def line(self) -> str:
-        return _format_line("image", self.asked, self.uid, self.event, *self.answer)
+        return _format_line("image", self.requested_path, self.uid, self.event, *self.reply_fields)
 
 
 def format_config_lines(places: NodePaths) -> list[str]:
@@ -61,7 +61,7 @@ def format_config_lines(places: NodePaths) -> list[str]:
     No line where something is unusual: then there is no record.
     """
     parts = places.etc / "conf.d"
-    files = [places.disabled, places.kept_off, places.etc / "forestage.yaml", parts]
+    files = [places.disabled, places.lasting_off_file, places.etc / "forestage.yaml", parts]
     with contextlib.suppress(OSError, Failed):
         if parts.exists():
             files += sorted(parts.iterdir())
@@ -107,7 +107,7 @@ def _optional_field(value: str | None) -> tuple[str, ...]:
 
 
 def add_images(
-    leases: LeaseDirectory, job: int, decided: Sequence[str], images: Sequence[RecordedImage]
+    leases: LeaseDirectory, job: int, decision_lines: Sequence[str], images: Sequence[RecordedImage]
 ) -> None:
     """Adds images of one user to a job's record, if its lease holds them. Under the space lock.
 
@@ -115,20 +115,20 @@ def add_images(
     OSError.
     """
     uid = images[0].uid
-    lease = leases.read_own(job, uid)
-    if lease is None or leases.said(job, uid).off or not decided:
+    lease = leases.find_own_lease(job, uid)
+    if lease is None or leases.read_notes(job, uid).off or not decision_lines:
         return
     keys = {use.key for use in lease.uses}
-    head = [PROTOCOL_GREETING, *decided]
-    lines = _read_image_lines(leases.shown(job), head) + [image.line for image in images]
+    head = [PROTOCOL_GREETING, *decision_lines]
+    lines = _read_image_lines(leases.step_record_file(job), head) + [image.line for image in images]
     latest = {
         _requested_path_and_uid(line): line
         for line in lines
         if _entry_key(line) in keys and _requested_path_and_uid(line)[1] == str(uid)
     }
-    of_job = [_format_file_line(leases.file(job)), _format_file_line(leases.said_file(job))]
+    of_job = [_format_file_line(leases.lease_file(job)), _format_file_line(leases.notes_file(job))]
     text = _format_record([*head, *of_job], list(latest.values()))
-    records.write(leases.shown(job), os.fsencode(text))
+    records.write(leases.step_record_file(job), os.fsencode(text))
 
 
 def _format_record(head: list[str], images: list[str]) -> str:

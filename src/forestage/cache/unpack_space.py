@@ -18,7 +18,9 @@ from forestage.system.tree import RootedTree
 def estimate_unpacked_bytes(cache: Cache, config: Config, image: SourceImage) -> int:
     """The bytes that a container of this image takes, if it is unpacked on the cache's disk."""
     try:
-        packed = os.lstat(cache.image(image.key)).st_blocks * 512  # nothing comes out of a hole
+        packed = (
+            os.lstat(cache.image_path(image.key)).st_blocks * 512
+        )  # nothing comes out of a hole
     except OSError:
         packed = image.size
     return config.unpack_ratio * packed
@@ -52,4 +54,4 @@ def is_enroot_on_same_disk(cache: Cache, root: Path, timeout: float) -> bool:
 def read_min_free(cache: Cache, config: Config) -> int:
     """The bytes that stay free on the disk. Raises OSError."""
     disk = os.statvfs(cache.root)
-    return config.min_free.of(disk.f_blocks * disk.f_frsize)
+    return config.min_free.resolve_bytes(disk.f_blocks * disk.f_frsize)

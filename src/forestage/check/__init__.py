@@ -228,7 +228,7 @@ def _list_findings(
     yield from enroot_findings.list_findings(files, config.sources, of_enroot)
     yield "the node"
     yield from node_findings.list_findings(
-        files, target.places, settings.of_node, target.clock.wall()
+        files, target.places, settings.node_config, target.clock.wall()
     )
     yield from node_findings.list_untended_findings(files, conf)
     facts = CheckFacts(target, files, settings, site)

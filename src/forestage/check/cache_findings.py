@@ -47,9 +47,9 @@ def list_findings(
     yield from _list_wrong_bytes_findings(
         event for event in used.bad.values() if now - event.time < RECENT_SECONDS
     )
-    real = files.reals((config.cache,))[config.cache]
+    real = files.resolve_paths((config.cache,))[config.cache]
     yield from _list_earlier_cache_findings(files, real)
-    under = files.under(real)
+    under = files.find_mount(real)
     if under is None:
         return
     yield from _list_file_system_findings(config, under, hidden, real, origin)
@@ -87,10 +87,10 @@ def _is_disk_unmounted(under: MountInfo, config: Config) -> bool:
 
 def _find_other_disk_finding(files: RootedTree, under: MountInfo, real: str) -> CheckFinding | None:
     """Return the finding where nothing is mounted at the mount point that is remembered."""
-    known = known_disks.read_known_disks(NodePaths(files.root).known_disks).find_disk(real)
+    known = known_disks.read_known_disks(NodePaths(files.root).known_disks).find_location(real)
     if known is None or known.point == under.point:
         return None
-    if not known_disks.is_below_its_disk(known, files.at(real), under):
+    if not known_disks.is_below_its_disk(known, files.host_path(real), under):
         return None
     return CheckFinding(
         "cache-other-disk",
@@ -106,11 +106,11 @@ def _find_other_disk_finding(files: RootedTree, under: MountInfo, real: str) -> 
 
 def _list_earlier_cache_findings(files: RootedTree, real: str) -> Iterator[CheckFinding]:
     """The caches that were configured before: nothing but an admin removes them."""
-    places, now = NodePaths(files.root), Cache(files.at(real))
+    places, now = NodePaths(files.root), Cache(files.host_path(real))
     known = known_disks.read_known_disks(places.known_disks).caches
     for root in (one.root for one in known if one.root != real):
-        cache = Cache(files.at(root), places.claims, places.known_disks)
-        under = files.under(root)
+        cache = Cache(files.host_path(root), places.claims, places.known_disks)
+        under = files.find_mount(root)
         if (
             under is None
             or under.is_remote
@@ -122,8 +122,8 @@ def _list_earlier_cache_findings(files: RootedTree, real: str) -> Iterator[Check
                 files, under, root
             ):
                 continue
-            cache.must_be_alone()
-            stored = cache.stored_entries()
+            cache.check_used_alone()
+            stored = cache.list_entries()
         except (OSError, NotFoundError):  # another forestage's, or a user may not look
             continue
         size = format_size(sum(one.bytes for one in stored))
@@ -203,7 +203,7 @@ def _list_cache_findings(
     now: float,
 ) -> Iterator[CheckFinding]:
     """What the disk told of itself, who may write to the cache, and its room."""
-    places, cache = NodePaths(files.root), Cache(files.at(real))
+    places, cache = NodePaths(files.root), Cache(files.host_path(real))
     if hang := disk_probe.find_known_hang(places, cache):
         yield CheckFinding(
             "cache-hangs",
@@ -232,10 +232,10 @@ def _list_cache_findings(
             f"chown root: {config.cache}; chmod 0700 {config.cache} (if nobody else uses it)",
         )
     else:
-        yield from _list_exposure_findings(Cache(files.at(config.cache)))
+        yield from _list_exposure_findings(Cache(files.host_path(config.cache)))
     stored: list[StoredEntry] = []
     with contextlib.suppress(OSError):
-        stored = cache.stored_entries()
+        stored = cache.list_entries()
     yield from _list_vanished_file_findings(cache, config, stored, now)
     yield from _list_space_findings(files, cache, config, images, origin, stored)
 
@@ -272,7 +272,7 @@ def _list_exposure_findings(cache: Cache) -> Iterator[CheckFinding]:
     """Whether somebody else could put another directory in the cache's place, as each hook asks."""
     problem = None
     with contextlib.suppress(OSError):  # a directory above it is not there yet
-        problem = cache.reached_by_others()
+        problem = cache.find_exposure()
     if problem:
         why = "Nothing is staged: others could change what jobs read"
         yield CheckFinding("cache-not-ours", "critical", problem.what, why, problem.hint)
@@ -294,7 +294,9 @@ def _list_unpack_findings(
     """Where enroot unpacks to the cache's disk: whether jobs find room there."""
     settings = enroot.read_enroot_setup(files).settings
     told, fixed = settings.get("ENROOT_DATA_PATH", ""), enroot.find_fixed_data_path(settings)
-    if not fixed or files.under(files.real(config.cache)) != files.under(files.real(fixed)):
+    if not fixed or files.find_mount(files.resolve_path(config.cache)) != files.find_mount(
+        files.resolve_path(fixed)
+    ):
         return
     if config.unpack_ratio and min_free:
         return
@@ -318,16 +320,18 @@ def _list_space_findings(
     stored: list[StoredEntry],
 ) -> Iterator[CheckFinding]:
     """What entries may take if all others are evicted, compared with the largest image."""
-    facts = files.disk(config.cache)
+    facts = files.find_statvfs(config.cache)
     if facts is None:
         return
     total, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     used = 0
     with contextlib.suppress(OSError, Failed):
         used = evict.measure_space(cache, stored, config).used
-    room = min(config.max_size.of(total), used + free - config.min_free.of(total))
+    room = min(
+        config.max_size.resolve_bytes(total), used + free - config.min_free.resolve_bytes(total)
+    )
     largest = max(images, key=lambda image: image.size, default=ImageUse(""))
-    yield from _list_unpack_findings(files, config, config.min_free.of(total), origin)
+    yield from _list_unpack_findings(files, config, config.min_free.resolve_bytes(total), origin)
     if room <= 0:
         yield CheckFinding(
             "cache-full",

@@ -75,10 +75,10 @@ def _list_wait_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterat
         if conf.has("slurmdparameters", "contain_spank")
         else LAUNCH_TIMEOUT
     )
-    for name, config in settings.everywhere():
+    for name, config in settings.list_configs():
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
-        steps_wait = config.redirect == "spank" and config.start == "wait"
+        steps_wait = config.redirect == "spank" and config.cold_start_mode == "wait"
         if not steps_wait or (config.deadline or 0.0) < longest:
             continue
         key = format_key_name(name, "deadline")
@@ -93,7 +93,7 @@ def _list_wait_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterat
 
 
 def _list_path_findings(files: RootedTree, config: Config, where: str) -> Iterator[CheckFinding]:
-    reals = files.reals((config.cache, *config.sources))
+    reals = files.resolve_paths((config.cache, *config.sources))
     cache = reals[config.cache].rstrip("/")
     for source in config.sources:
         real = reals[source].rstrip("/")
@@ -133,22 +133,22 @@ def _list_size_findings(
             f"{locate_config_file(settings, places, 'max_image_size')}: max_image_size:"
             f" {format_size(max(sizes)).replace(' ', '')}",
         )
-    disk = files.disk(config.cache)
+    disk = files.find_statvfs(config.cache)
     if disk is None:
         return
     total = disk.f_blocks * disk.f_frsize
     told = f"less than each image that jobs asked for (the smallest has {format_size(smallest)})"
     if not sizes:  # `max_size: 60`, which lacks its unit
         smallest, told = SMALLEST_IMAGE_BYTES, "less than any image has"
-    if config.max_size.of(total) < smallest <= total:
+    if config.max_size.resolve_bytes(total) < smallest <= total:
         yield CheckFinding(
             "max-size-small",
             "critical",
-            f"max_size: the cache may take {format_size(config.max_size.of(total))}, {told}",
+            f"max_size: the cache may take {format_size(config.max_size.resolve_bytes(total))}, {told}",
             "Nothing is staged",
             f"{locate_config_file(settings, places, 'max_size')}: max_size",
         )
-    if config.low_watermark.of(total) == 0:
+    if config.low_watermark.resolve_bytes(total) == 0:
         yield CheckFinding(
             "keeps-nothing",
             "warning",

@@ -99,7 +99,9 @@ def find_cache_disk(node: Node) -> CacheDisk | None:
     if under is None or under.point == "/":
         return None
     size = facts.f_blocks * facts.f_frsize
-    return CacheDisk(under.point, size >> 20, for_jobs=node.config.data.job_dir.of(size) >> 30)
+    return CacheDisk(
+        under.point, size >> 20, for_jobs=node.config.data.job_dir.resolve_bytes(size) >> 30
+    )
 
 
 def plan_enable(
@@ -185,7 +187,9 @@ def plan_disable(site: SlurmSite) -> SlurmChangePlan:
         for pattern in hook.patterns:
             _plan_script_removal(plan, hook, pattern)
     includes = site.stack.includes
-    named = [one.line for one in site.stack.plugins if one.ours and one.line.by not in includes]
+    named = [
+        one.line for one in site.stack.plugins if one.ours and one.line.included_by not in includes
+    ]
     plan.lines += [_make_removal(one) for one in (*includes, *named)]
     _add_configless_note(plan, site)
     plan.notes += [SHARED_DIRECTORY_NOTE] if plan.unlinks else []
@@ -239,9 +243,9 @@ def apply_plan(plan: SlurmChangePlan, files: RootedTree) -> None:
         )
     # The Epilog's first: it does no harm without a Prolog.
     for link in reversed(plan.links):
-        files.at(link.path).symlink_to(files.at(link.target))
+        files.host_path(link.path).symlink_to(files.host_path(link.target))
     for link in plan.unlinks:
-        files.at(link.path).unlink(missing_ok=True)
+        files.host_path(link.path).unlink(missing_ok=True)
 
 
 def list_wanted_units(config: Config | None) -> list[str]:
@@ -256,7 +260,7 @@ def list_wanted_units(config: Config | None) -> list[str]:
 
 def start_units(files: RootedTree, units: Iterable[str]) -> list[str]:
     """Enable and start units where systemd runs; return a sentence for each."""
-    if files.mode("/run/systemd/system") is None:
+    if files.find_mode("/run/systemd/system") is None:
         return []
     return [_switch_unit(unit, "enable", "on") for unit in units]
 
@@ -282,7 +286,7 @@ def list_units_to_stop(files: RootedTree) -> list[str]:
 
 
 def _list_units_to_stop(files: RootedTree) -> list[str]:
-    has_systemd = files.mode("/run/systemd/system") is not None
+    has_systemd = files.find_mode("/run/systemd/system") is not None
     units = [one.unit for one in FEATURES if one.unit]
     return [unit for unit in units if has_systemd and not sites.lacks_enabled_unit(files, unit)]
 
@@ -290,7 +294,9 @@ def _list_units_to_stop(files: RootedTree) -> list[str]:
 def _switch_unit(unit: str, verb: str, state: str) -> str:
     # A command for each unit: one that the admin has masked does not keep the others from it.
     ran = run.run_program(["systemctl", verb, "--now", unit], timeout=SYSTEMCTL_TIMEOUT)
-    return f"{unit} is {state}." if ran.code == 0 else f"{unit} is not {state}: {ran.explained()}"
+    return (
+        f"{unit} is {state}." if ran.code == 0 else f"{unit} is not {state}: {ran.format_ending()}"
+    )
 
 
 def _format_unit_command(verb: str, units: list[str]) -> str:

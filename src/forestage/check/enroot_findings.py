@@ -33,7 +33,9 @@ _CONTAINER_NAME = re.compile(
 def read_node_enroot_setup(files: RootedTree) -> EnrootSetup:
     """What enroot goes by on this node: the one that slurmd's steps find, if that is known."""
     pid = node_findings.find_slurmd_pid(files)
-    environ = os.fsdecode((pid and files.data(f"/proc/{pid}/environ")) or b"").split("\0")
+    environ = os.fsdecode((pid and files.read_bytes_or_none(f"/proc/{pid}/environ")) or b"").split(
+        "\0"
+    )
     paths = [one.removeprefix("PATH=") for one in environ if one.startswith("PATH=/")]
     return enroot.read_enroot_setup(files, *paths[:1])
 
@@ -42,7 +44,7 @@ def format_enroot_summary(files: RootedTree, site: EnrootSetup) -> str:
     """Pure: what was read, for people; "" for a node without enroot."""
     if not site.program:
         return ""
-    fstabs = [name for name in files.names(site.mounts) if name.endswith(".fstab")]
+    fstabs = [name for name in files.list_names(site.mounts) if name.endswith(".fstab")]
     plain = format_count(len([*enroot.list_site_binds(files, site)]), "bind")
     return (
         f"{site.program}, configured in {site.sysconf}; {site.mounts}:"
@@ -55,7 +57,7 @@ def list_findings(
 ) -> Iterator[CheckFinding]:
     """Nothing where enroot has no configuration."""
     settings = site.settings
-    if site.program and not site.is_told and files.mode(site.sysconf) is None:
+    if site.program and not site.is_told and files.find_mode(site.sysconf) is None:
         yield CheckFinding(
             "enroot-unread",
             "unknown",
@@ -71,7 +73,7 @@ def list_findings(
         for one in enroot.list_site_binds(files, site)
         if one.source.startswith("/") and "$" not in one.source
     ]
-    reals = files.reals((HOMES_DIRECTORY, *sources, *(one.source for one in binds)))
+    reals = files.resolve_paths((HOMES_DIRECTORY, *sources, *(one.source for one in binds)))
     below = [f"{reals[source].rstrip('/')}/" for source in sources]
     for bind in islice(
         (one for one in binds if _may_contain_image(reals[one.source], below)), MAX_BIND_FINDINGS
@@ -96,8 +98,8 @@ def list_findings(
 def _list_hook_findings(files: RootedTree, site: EnrootSetup) -> Iterator[CheckFinding]:
     """The site's hooks that mount: what they bind is known to nobody before they run."""
     folder = f"{site.sysconf}/hooks.d"
-    for name in files.names(folder):
-        text = files.text(f"{folder}/{name}", HOOK_BYTES) or ""
+    for name in files.list_names(folder):
+        text = files.read_text_or_none(f"{folder}/{name}", HOOK_BYTES) or ""
         if name.endswith(".sh") and name not in ENROOT_HOOK_NAMES and _MOUNTS.search(text):
             yield CheckFinding(
                 "bind-by-hook",
@@ -128,7 +130,12 @@ def _list_leftover_findings(files: RootedTree, settings: dict[str, str]) -> Iter
     pattern = _VARIABLE.sub("*", settings.get("ENROOT_DATA_PATH", ""))
     if not pattern.startswith("/") or pattern.strip("/*") == "":
         return
-    live = {str(job) for job in slurm_client.SlurmClient("", proc=files.at("/proc")).at_work()}
+    live = {
+        str(job)
+        for job in slurm_client.SlurmClient(
+            "", proc=files.host_path("/proc")
+        ).list_jobs_with_steps()
+    }
     left = []
     for found in sorted(files.root.glob(f"{pattern.strip('/')}/pyxis_*")):
         job = _CONTAINER_NAME.fullmatch(found.name)

@@ -66,11 +66,11 @@ def list_findings(
 
 def lacks_pdeathsig(files: RootedTree) -> bool:
     """Return whether this node's setpriv refuses the option with which each program is started."""
-    program = files.program("setpriv")
+    program = files.find_program("setpriv")
     if not program:
         return False
     try:
-        argv = [str(files.at(program)), "--pdeathsig", "KILL", "--", "true"]
+        argv = [str(files.host_path(program)), "--pdeathsig", "KILL", "--", "true"]
         return run.run_program(argv, timeout=INTERPRETER_TIMEOUT).code != 0
     except (Failed, OSError):
         return False
@@ -94,16 +94,16 @@ def _list_paths(files: RootedTree, script: str) -> list[str]:
 
 
 def _find_interpreter_problem(files: RootedTree, path: str) -> str:
-    if not files.runs(path):
+    if not files.is_executable(path):
         return "it is not there, or not executable"
     wanted = "import forestage.hooks.prolog, forestage.hooks.epilog"
     try:
         ran = run.run_program(
-            [str(files.at(path)), "-I", "-c", wanted], timeout=INTERPRETER_TIMEOUT
+            [str(files.host_path(path)), "-I", "-c", wanted], timeout=INTERPRETER_TIMEOUT
         )
     except (Failed, OSError) as error:
         return str(error)
-    return ran.explained() if ran.code else ""
+    return ran.format_ending() if ran.code else ""
 
 
 def _list_broken_findings(hook: HookSetup) -> Iterator[CheckFinding]:

@@ -43,7 +43,7 @@ def list_findings(
         )
     yield from _list_full_findings(files)
     for name in ("setpriv", *(["rsync"] if config.engine == "rsync" else [])):
-        if not files.program(name):
+        if not files.find_program(name):
             package = "util-linux" if name == "setpriv" else name
             yield CheckFinding(
                 "program-missing",
@@ -61,7 +61,7 @@ def list_findings(
             "Nobody has run forestage on it; nothing is switched off for that",
             "Linux 5.14 or newer: another release of the distribution",
         )
-    if files.number("/proc/sys/user/max_mnt_namespaces") == 0:
+    if files.read_number_or_none("/proc/sys/user/max_mnt_namespaces") == 0:
         yield CheckFinding(
             "mount-namespaces",
             "critical",
@@ -115,10 +115,12 @@ def list_findings(
 
 def _list_removed_unit_findings(files: RootedTree) -> Iterator[CheckFinding]:
     """Yield what an admin has written or enabled for a unit whose work another one does now."""
-    names = files.names(_UNIT_DIRECTORY)
+    names = files.list_names(_UNIT_DIRECTORY)
     wants = [f"{_UNIT_DIRECTORY}/{name}" for name in names if name.endswith(".wants")]
     paths = [
-        f"{folder}/{name}" for folder in (_UNIT_DIRECTORY, *wants) for name in files.names(folder)
+        f"{folder}/{name}"
+        for folder in (_UNIT_DIRECTORY, *wants)
+        for name in files.list_names(folder)
     ]
     for path in paths:
         if path.rpartition("/")[2].partition(".")[0] not in REMOVED_UNITS:
@@ -162,13 +164,13 @@ def _list_full_findings(files: RootedTree) -> Iterator[CheckFinding]:
 
 
 def _find_missing_space(files: RootedTree, path: str) -> str:
-    facts = files.disk(path)
+    facts = files.find_statvfs(path)
     return find_exhausted_resource(facts) if facts else ""
 
 
 def _find_kernel_release(files: RootedTree) -> tuple[int, int] | None:
     """Return the release of the kernel that runs, as (5, 14); None where nothing tells it."""
-    found = re.match(r"(\d+)\.(\d+)", files.text("/proc/sys/kernel/osrelease") or "")
+    found = re.match(r"(\d+)\.(\d+)", files.read_text_or_none("/proc/sys/kernel/osrelease") or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -176,7 +178,7 @@ def list_untended_findings(
     files: RootedTree, conf: ParsedSlurmConf | None
 ) -> Iterator[CheckFinding]:
     """Where no systemd runs, as in a container: whether slurmd has the sweep run."""
-    if conf is None or files.mode("/run/systemd/system") is not None:
+    if conf is None or files.find_mode("/run/systemd/system") is not None:
         return
     program = conf.settings.get("healthcheckprogram", "")
     if "forestage" not in program and not sites.list_lines_naming_forestage(files, program):
@@ -207,15 +209,15 @@ def find_slurmd_pid(files: RootedTree) -> str:
 
 def _list_slurmd_pids(files: RootedTree) -> list[str]:
     """Return the processes of root's that are called slurmd: any user's may call itself that."""
-    pids = [pid for pid in files.names("/proc") if pid.isdigit()]
-    named = (pid for pid in pids if files.text(f"/proc/{pid}/comm") == "slurmd\n")
-    return [pid for pid in named if processes.is_trusted(files.at(f"/proc/{pid}"))]
+    pids = [pid for pid in files.list_names("/proc") if pid.isdigit()]
+    named = (pid for pid in pids if files.read_text_or_none(f"/proc/{pid}/comm") == "slurmd\n")
+    return [pid for pid in named if processes.is_trusted(files.host_path(f"/proc/{pid}"))]
 
 
 def _find_open_file_limit(files: RootedTree) -> int | None:
     """Return the hard limit of slurmd's open files; None where there is none, or nothing tells."""
     pid = find_slurmd_pid(files)
-    limits = files.text(f"/proc/{pid}/limits") if pid else None
+    limits = files.read_text_or_none(f"/proc/{pid}/limits") if pid else None
     found = re.search(r"^Max open files +\S+ +(\d+) ", limits or "", re.MULTILINE)
     return int(found[1]) if found else None
 
@@ -244,9 +246,9 @@ def _list_sharing_now(files: RootedTree) -> list[str]:
     for pid in slurmds:
         run = f"/proc/{pid}/root{NodePaths().run}"
         try:
-            if str(processes.read_stat(files.at(f"/proc/{pid}")).parent) in slurmds:
+            if str(processes.read_stat(files.host_path(f"/proc/{pid}")).parent) in slurmds:
                 continue
-            facts = files.at(run).stat()
+            facts = files.host_path(run).stat()
         except OSError:
             continue
         found.setdefault((facts.st_dev, facts.st_ino), []).append(pid)
@@ -255,7 +257,7 @@ def _list_sharing_now(files: RootedTree) -> list[str]:
 
 def _find_mount_namespace(files: RootedTree, pid: str) -> str | None:
     try:
-        return os.readlink(files.at(f"/proc/{pid}/ns/mnt"))
+        return os.readlink(files.host_path(f"/proc/{pid}/ns/mnt"))
     except OSError:
         return None
 
@@ -272,7 +274,7 @@ def _list_listable_findings(files: RootedTree, places: NodePaths) -> Iterator[Ch
         return
     for path in found:
         shown = "/" + os.path.relpath(path, places.root)
-        facts = files.disk(shown)
+        facts = files.find_statvfs(shown)
         is_fixed = facts is not None and bool(facts.f_flag & os.ST_RDONLY)
         yield CheckFinding(
             "config-listable",
@@ -288,10 +290,10 @@ def _list_listable_findings(files: RootedTree, places: NodePaths) -> Iterator[Ch
 
 def _list_hold_findings(files: RootedTree) -> Iterator[CheckFinding]:
     """About the cgroups of what outlives a job: with cgroup v2 and systemd."""
-    v2 = files.mode(f"{_CGROUPS}/cgroup.controllers") is not None
-    if not v2 or files.mode("/run/systemd/system") is None:
+    v2 = files.find_mode(f"{_CGROUPS}/cgroup.controllers") is not None
+    if not v2 or files.find_mode("/run/systemd/system") is None:
         return
-    if files.mode(f"/{forked_child.HOLD_CGROUP}/serve") is None:
+    if files.find_mode(f"/{forked_child.HOLD_CGROUP}/serve") is None:
         yield CheckFinding(
             "hold-absent",
             "warning",
@@ -302,7 +304,9 @@ def _list_hold_findings(files: RootedTree) -> Iterator[CheckFinding]:
         )
     for name in _CGROUP_LIMITS:
         for leaf in ("", "/serve"):
-            limit = (files.text(f"/{forked_child.HOLD_CGROUP}{leaf}/{name}") or "max").split()[0]
+            limit = (
+                files.read_text_or_none(f"/{forked_child.HOLD_CGROUP}{leaf}/{name}") or "max"
+            ).split()[0]
             if limit != "max":
                 yield CheckFinding(
                     "hold-bounded",

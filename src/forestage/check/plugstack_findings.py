@@ -68,7 +68,7 @@ def list_findings(
 ) -> Iterator[CheckFinding]:
     """Reads the plugins' files and asks slurmd for its release; no plugin is loaded."""
     stack, ours = site.stack, site.stack.companion
-    everywhere = settings.everywhere()
+    everywhere = settings.list_configs()
     yield from _list_read_through_findings(files, everywhere)
     yield from list_stack_findings(files, site)
     if ours is None and not stack.broken:
@@ -117,7 +117,7 @@ def list_stack_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFin
     for one in stack.plugins:
         # A plugin's string table has the names that it defines, each between two NULs; nobody but
         # Slurm calls this one, so whoever has the name defines it.
-        if _JOB_PROLOG in (files.data(one.path) or b""):
+        if _JOB_PROLOG in (files.read_bytes_or_none(one.path) or b""):
             yield CheckFinding(
                 "spank-job-prolog",
                 "warning" if ours else "critical",
@@ -133,8 +133,8 @@ def _list_read_through_findings(
     files: RootedTree, everywhere: list[tuple[str | None, Config]]
 ) -> Iterator[CheckFinding]:
     """Whether steps can read through their copies, where the admin wants that."""
-    starts = {config.start for _, config in everywhere}
-    if "through" in starts and files.mode("/dev/fuse") is None:
+    starts = {config.cold_start_mode for _, config in everywhere}
+    if "through" in starts and files.find_mode("/dev/fuse") is None:
         yield CheckFinding(
             "through-no-fuse",
             "warning",
@@ -143,7 +143,7 @@ def _list_read_through_findings(
             "/etc/modules-load.d/fuse.conf: fuse (now: modprobe fuse)",
         )
     for name, config in everywhere:
-        if config.cold == "through" and config.start != "through":
+        if config.cold == "through" and config.cold_start_mode != "through":
             yield CheckFinding(
                 "through-no-spank",
                 "warning",
@@ -231,14 +231,14 @@ def _list_required_findings(ours: StackPlugin, fails: str) -> Iterator[CheckFind
             "warning",
             f"{ours.line.where} says `required`",
             f"If the plugin cannot be loaded, as after an upgrade of Slurm, {fails}",
-            f"{ours.line.file}: {msgspec.structs.replace(ours.line, required=False).words()}",
+            f"{ours.line.file}: {msgspec.structs.replace(ours.line, required=False).format_line()}",
         )
 
 
 def _find_missing_helper(files: RootedTree, ours: StackPlugin) -> str:
     """The program that the companion would run in vain; "" where it can be run."""
-    program = ours.line.argument("helper") or HELPER_PATH
-    return "" if files.runs(program) else program
+    program = ours.line.find_argument("helper") or HELPER_PATH
+    return "" if files.is_executable(program) else program
 
 
 def list_login_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFinding]:

@@ -11,11 +11,11 @@ _TRUE_WORDS = ("1", "true", "yes", "y")  # pyxis' config.c
 
 def list_findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFinding]:
     """Of a plugin that does not run enroot nothing is known."""
-    code = files.data(plugin.path) or b""
+    code = files.read_bytes_or_none(plugin.path) or b""
     if b"enroot" not in code:
         return
     line = plugin.line
-    mounts = line.argument("use_squashfuse").lower() in _TRUE_WORDS
+    mounts = line.find_argument("use_squashfuse").lower() in _TRUE_WORDS
     if b"use_squashfuse=" not in code:
         yield CheckFinding(
             "pyxis-old",
@@ -41,7 +41,7 @@ def list_findings(files: RootedTree, plugin: StackPlugin) -> Iterator[CheckFindi
 
 
 def _list_fuse_findings(files: RootedTree) -> Iterator[CheckFinding]:
-    mode = files.mode("/dev/fuse")
+    mode = files.find_mode("/dev/fuse")
     if mode is None or mode & 0o666 != 0o666:
         has = "is not there" if mode is None else f"has mode {mode & 0o777:04o}"
         rule = '/etc/udev/rules.d/99-fuse.rules: KERNEL=="fuse", MODE="0666"'
@@ -54,7 +54,7 @@ def _list_fuse_findings(files: RootedTree) -> Iterator[CheckFinding]:
             if mode is None
             else f"{rule} (now: chmod 0666 /dev/fuse)",
         )
-    if not (files.program("squashfuse") or files.program("squashfuse_ll")):
+    if not (files.find_program("squashfuse") or files.find_program("squashfuse_ll")):
         yield CheckFinding(
             "squashfuse-missing",
             "critical",

@@ -52,7 +52,7 @@ def compute_launch_limit(conf: dict[str, str]) -> float:
     """Seconds after which the job may be lost, whatever would end the Prolog."""
     return timeouts.compute_limits(
         {k: v for k, v in conf.items() if k not in _TIMEOUT_SETTINGS}
-    ).hurts
+    ).job_lost_after
 
 
 def list_flag_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
@@ -108,12 +108,12 @@ def list_flag_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
 
 def _list_timeout_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     limits = timeouts.compute_limits(conf.settings)
-    if limits.drains is not None and limits.drains < timeouts.SAFE:
+    if limits.node_drained_after is not None and limits.node_drained_after < timeouts.SAFE:
         name = "PrologTimeout" if "prologtimeout" in conf.settings else "PrologEpilogTimeout"
         yield CheckFinding(
             "prolog-timeout",
             "warning",
-            f"{name} is so short that a job waits {format_duration(limits.drains)} for a copy at"
+            f"{name} is so short that a job waits {format_duration(limits.node_drained_after)} for a copy at"
             " most",
             "Slurm kills a Prolog there and drains the node; what takes longer to copy is read from"
             " the shared file system at its first start",
@@ -124,13 +124,17 @@ def _list_timeout_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
 def _list_deadline_findings(
     conf: ParsedSlurmConf, settings: LoadedConfig
 ) -> Iterator[CheckFinding]:
-    allowed = timeouts.compute_limits(conf.settings).hurts
-    for name, config in settings.everywhere():
+    allowed = timeouts.compute_limits(conf.settings).job_lost_after
+    for name, config in settings.list_configs():
         wanted, key = config.deadline, format_key_name(name, "deadline")
         if name and not {"deadline", "cold", "redirect"} & settings.partitions[name].keys():
             continue
         # With the companion the steps wait, not the Prolog.
-        if config.start != "wait" or config.redirect == "spank" or not (wanted or 0) > allowed:
+        if (
+            config.cold_start_mode != "wait"
+            or config.redirect == "spank"
+            or not (wanted or 0) > allowed
+        ):
             continue
         assert wanted is not None
         yield CheckFinding(
@@ -154,7 +158,7 @@ def _format_longer_timeouts(conf: ParsedSlurmConf, seconds: float) -> str:
         if compute_launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
             others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
             change.append(f"AuthInfo={','.join([*others, f'cred_expire={wanted}'])}")
-    drains = timeouts.compute_limits(conf.settings).drains
+    drains = timeouts.compute_limits(conf.settings).node_drained_after
     if drains is not None and drains < seconds:
         change.append(f"PrologEpilogTimeout={wanted}")
     return ", ".join(change)
@@ -186,7 +190,7 @@ def read_covered_paths(files: RootedTree, conf: ParsedSlurmConf | None) -> Cover
     path = str(Path(conf.path).with_name("job_container.conf"))
     found = ["/tmp", "/dev/shm"]  # noqa: S108 - its default
     try:
-        text = slurm_conf.read_conf_text(str(files.at(path)))
+        text = slurm_conf.read_conf_text(str(files.host_path(path)))
     except OSError as error:
         return CoveredPaths(tuple(found), slurm_conf.explain_read_error(error))
     for line in slurm_conf.join_lines(path, text):

@@ -240,7 +240,7 @@ class PluginStack(msgspec.Struct, frozen=True):
         ours, pyxis = self.companion, self.pyxis
         if not (ours and pyxis) or self.plugins.index(ours) < self.plugins.index(pyxis):
             return None
-        by = ours.line.by
+        by = ours.line.included_by
         return by if by and by in self.includes else ours.line
 
 
@@ -292,7 +292,7 @@ def read_named_site(files: RootedTree, named: str) -> SlurmSite:
 
 
 def _make_text_reader(files: RootedTree) -> ReadText:
-    return lambda path: slurm_conf.read_conf_text(str(files.at(path)))
+    return lambda path: slurm_conf.read_conf_text(str(files.host_path(path)))
 
 
 def _make_site(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
@@ -306,7 +306,7 @@ def _make_site(files: RootedTree, conf: ParsedSlurmConf) -> SlurmSite:
 
 def read_companion_release(files: RootedTree, companion: str = COMPANION_PATH) -> str:
     """The release of Slurm for which that companion was built, as 22.05; "" if nothing says so."""
-    return releases.parse_release(files.text(f"{companion}{RELEASE_SUFFIX}") or "")
+    return releases.parse_release(files.read_text_or_none(f"{companion}{RELEASE_SUFFIX}") or "")
 
 
 def format_companion_include(release: str) -> str:
@@ -316,10 +316,10 @@ def format_companion_include(release: str) -> str:
 
 
 def _format_companion_line(files: RootedTree) -> str:
-    if files.mode(COMPANION_PATH) is None:
+    if files.find_mode(COMPANION_PATH) is None:
         return ""
     release = read_companion_release(files)
-    if release and files.mode(COMPANION_CONF.format(release)) is not None:
+    if release and files.find_mode(COMPANION_CONF.format(release)) is not None:
         return format_companion_include(release)
     return f"optional {COMPANION_PATH}"
 
@@ -342,9 +342,9 @@ def _read_hook_setting(
         )
         return HookSetting(setting, value, False, True, (script,))
     # Dangling links are matches as well: glob(3), as slurmd calls it, finds them.
-    found = sorted(glob.iglob(str(files.at(value))))  # noqa: PTH207 - absolute, as slurmd's
+    found = sorted(glob.iglob(str(files.host_path(value))))  # noqa: PTH207 - absolute, as slurmd's
     paths = (f"/{one.removeprefix(str(files.root)).lstrip('/')}" for one in found)
-    directory = stat.S_ISDIR(files.mode(str(Path(value).parent)) or 0)
+    directory = stat.S_ISDIR(files.find_mode(str(Path(value).parent)) or 0)
     scripts = (
         HookScript(one, _read_script_state(files, one), _read_script_relation(files, one, hook))
         for one in paths
@@ -353,15 +353,15 @@ def _read_hook_setting(
 
 
 def _read_script_state(files: RootedTree, path: str) -> ScriptState:
-    mode = files.mode(path)
+    mode = files.find_mode(path)
     if mode is None:
-        return "dangling" if files.at(path).is_symlink() else "missing"
+        return "dangling" if files.host_path(path).is_symlink() else "missing"
     return "fine" if stat.S_ISREG(mode) and mode & 0o111 else "not-executable"
 
 
 def _read_script_relation(files: RootedTree, path: str, hook: str) -> ScriptRelation:
-    real = files.real(path)
-    if real == files.real(hook):
+    real = files.resolve_path(path)
+    if real == files.resolve_path(hook):
         return "hook"
     named = (
         "forestage" in path or "forestage" in real or bool(list_lines_naming_forestage(files, path))
@@ -376,7 +376,7 @@ def _runs_hook_directory(files: RootedTree, script: str, kind: str) -> bool:
         for word in PATH_PATTERN.findall(_read_without_comments(files, script))
         if kind in Path(word).name
     )
-    return any("forestage" in name for one in folders for name in files.names(one))
+    return any("forestage" in name for one in folders for name in files.list_names(one))
 
 
 def list_broken_scripts(hook: HookSetup) -> Iterator[BrokenHookScript]:
@@ -453,7 +453,7 @@ def list_lines_naming_forestage(files: RootedTree, script: str) -> list[str]:
 
 def _read_without_comments(files: RootedTree, script: str) -> str:
     """Its text without comments."""
-    return _COMMENT_PATTERN.sub("", files.text(script, MAX_SCRIPT_BYTES) or "")
+    return _COMMENT_PATTERN.sub("", files.read_text_or_none(script, MAX_SCRIPT_BYTES) or "")
 
 
 def _with_implied_flags(flags: list[str]) -> set[str]:
@@ -492,8 +492,8 @@ def _make_stack_plugin(
     path = line.path
     if not path.startswith("/"):
         tried = [f"{folder}/{path}" for folder in folders]
-        path = next((one for one in tried if files.mode(one) is not None), path)
-    return StackPlugin(line, path, files.mode(path) is not None)
+        path = next((one for one in tried if files.find_mode(one) is not None), path)
+    return StackPlugin(line, path, files.find_mode(path) is not None)
 
 
 def lacks_enabled_unit(files: RootedTree, *units: str) -> bool:
@@ -501,11 +501,11 @@ def lacks_enabled_unit(files: RootedTree, *units: str) -> bool:
 
     A node without systemd has a way of its own.
     """
-    if files.mode("/run/systemd/system") is None:
+    if files.find_mode("/run/systemd/system") is None:
         return False
     wanted_by = {unit: _WANTED_BY.get(unit, _OTHERS_WANTED_BY) for unit in units}
     return not all(
-        any(unit in files.names(f"{folder}/{wants}") for folder in _UNIT_DIRECTORIES)
+        any(unit in files.list_names(f"{folder}/{wants}") for folder in _UNIT_DIRECTORIES)
         for unit, wants in wanted_by.items()
     )
 
@@ -518,8 +518,8 @@ _CONTEXTS = frozenset(
 
 def is_hook_running(files: RootedTree) -> bool:
     """Whether slurmd runs a Prolog or an Epilog on this node now, ours or another. As root."""
-    numbers = (name for name in files.names("/proc") if name.isdigit())
-    return any(_is_hook_process(files.at(f"/proc/{number}")) for number in numbers)
+    numbers = (name for name in files.list_names("/proc") if name.isdigit())
+    return any(_is_hook_process(files.host_path(f"/proc/{number}")) for number in numbers)
 
 
 def _is_hook_process(process: Path) -> bool:
@@ -541,5 +541,5 @@ def read_node_companion_state(places: NodePaths, conf: str) -> CompanionState:
     """Return whether steps get the companion, as hooks find it out; `conf` is $SLURM_CONF or ""."""
     files = RootedTree(places.root)
     path = conf or slurm_conf.find_usual_conf(files.root)
-    conf_file = slurm_conf.SlurmConf(path and str(files.at(path)))
+    conf_file = slurm_conf.SlurmConf(path and str(files.host_path(path)))
     return companion.read_companion_state(places.loaded, conf_file)

@@ -69,7 +69,7 @@ def _find_source_problem(files: RootedTree, path: str, origin: str) -> CheckFind
         )
     except PermissionError:
         # As where the file server squashes root: jobs read as their users.
-        real = files.reals((path,))[path]
+        real = files.resolve_paths((path,))[path]
     except (OSError, Declined) as error:
         word = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
         return CheckFinding(
@@ -80,7 +80,7 @@ def _find_source_problem(files: RootedTree, path: str, origin: str) -> CheckFind
             f"look at its server and network; `dmesg`; umount -l {path} and mount it again",
         )
     # Only now, when an automounter has had its chance.
-    under = files.under(real)
+    under = files.find_mount(real)
     if under is not None and under.kind in MEMORY_FILE_SYSTEMS:
         return CheckFinding(
             "source-in-memory",
@@ -106,12 +106,12 @@ def _list_hang_findings(
     files: RootedTree, config: Config, used: EventLogFacts, now: float
 ) -> Iterator[CheckFinding]:
     """What hangs though the sources answer: mounted below one of them, or reached by a link."""
-    tops = [f"{real.rstrip('/')}/" for real in files.reals(config.sources).values()]
-    listed = files.mounts()
+    tops = [f"{real.rstrip('/')}/" for real in files.resolve_paths(config.sources).values()]
+    listed = files.list_mounts()
     below = {
         mount.device: mount.point
         for mount in listed
-        if mount.is_remote and not mount.fuse_user and mount.point.startswith(tuple(tops))
+        if mount.is_remote and not mount.fuse_owner_uid and mount.point.startswith(tuple(tops))
     }
     asked = {
         path: f"{path} did not answer a job at {format_local_time(when)}, and"
@@ -120,7 +120,7 @@ def _list_hang_findings(
     }
     asked |= {point: f"{point}, which is mounted below a source," for point in below.values()}
     asked = dict(islice(asked.items(), MAX_CHILDREN))
-    works = [functools.partial(_read_from_path, str(files.at(path))) for path in asked]
+    works = [functools.partial(_read_from_path, str(files.host_path(path))) for path in asked]
     answers = as_user.run_each_in_child(works, str, SOURCE_TIMEOUT, SOURCE_TIMEOUT, MAX_CHILDREN)
     for what, answer in zip(asked.values(), answers, strict=True):
         if answer is None:
@@ -152,20 +152,20 @@ def _list_user_mount_findings(
     files: RootedTree, config: Config, origin: str
 ) -> Iterator[CheckFinding]:
     """Sources on a FUSE of a user: of a service of the site, or of anybody."""
-    listed = files.mounts()
+    listed = files.list_mounts()
     found: dict[MountInfo, str] = {}
-    for path, real in files.reals(config.sources).items():
+    for path, real in files.resolve_paths(config.sources).items():
         under = mounts.find_mount_of_path(listed, real)
         users = under and mounts.find_user_fuse(listed, under.id, config.user_mounts)
         if users:
             found.setdefault(users, path)
     for mount, path in found.items():
-        named = {**config.user_mounts, mount.point: f"{mount.kind} {mount.fuse_user}"}
-        line = f"{origin}: user_mounts: {KEYS['user_mounts'].show(named)}"
+        named = {**config.user_mounts, mount.point: f"{mount.kind} {mount.fuse_owner_uid}"}
+        line = f"{origin}: user_mounts: {KEYS['user_mounts'].format_value(named)}"
         yield CheckFinding(
             "source-of-user",
             "critical",
-            f"the source {path} lies on a file system that the user {mount.fuse_user} has mounted"
+            f"the source {path} lies on a file system that the user {mount.fuse_owner_uid} has mounted"
             f" ({mount.kind} at {mount.point})",
             "Nothing below it is staged: its user could show other users any bytes",
             f"if it is a service of the site, {line}",
@@ -179,8 +179,8 @@ def _resolve_in_child(files: RootedTree, path: str) -> str:
     """
 
     def work() -> as_user.ChildResult[str]:
-        os.stat(f"{files.at(path)}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
-        return files.real(path), []
+        os.stat(f"{files.host_path(path)}/.")  # noqa: PTH116 - a Path drops the dot, which needs its own x bit
+        return files.resolve_path(path), []
 
     return as_user.run_in_child(work, str, SOURCE_TIMEOUT)[0]
 
@@ -190,10 +190,10 @@ def _list_striping_findings(
 ) -> Iterator[CheckFinding]:
     """Asks `lfs` about the large images that are used most; nothing where there is no lfs."""
     for used in [used for used in images if used.size >= LARGE_IMAGE_BYTES][:MAX_STRIPING_IMAGES]:
-        under = files.under(used.path)
+        under = files.find_mount(used.path)
         if under is None or under.kind != "lustre":
             continue
-        stripes = _find_stripe_count(str(files.at(used.path)))
+        stripes = _find_stripe_count(str(files.host_path(used.path)))
         if stripes is None or not 0 <= stripes < MIN_STRIPES:  # -1 is all OSTs
             continue
         path = Path(used.path)

@@ -23,7 +23,7 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
     from forestage import check as work
     from forestage.slurm.slurm_client import SlurmClient
 
-    world, slurm = ctx.obj, SlurmClient.of(os.environ)
+    world, slurm = ctx.obj, SlurmClient.from_environ(os.environ)
     is_root = os.geteuid() == 0
     if accept_disk:
         node = world.node()

@@ -99,7 +99,7 @@ class CommandContext(NamedTuple):
         """The node by its configuration. Raises ConfigError."""
         from forestage.cache import node
 
-        return node.Node.of(self.settings(is_quiet).of_node, self.places, self.clock)
+        return node.Node.from_config(self.settings(is_quiet).node_config, self.places, self.clock)
 
 
 class ExitStatus(IntEnum):
@@ -286,7 +286,7 @@ def complete_jobs(
     places = (ctx.find_object(CommandContext) or CommandContext.real()).places
     found: dict[int, str] = {}
     try:
-        found |= dict.fromkeys(LeaseDirectory(places.leases).jobs(), "has a lease")
+        found |= dict.fromkeys(LeaseDirectory(places.leases).list_jobs(), "has a lease")
         latest = {
             event.job: event.user
             for event in events.read_latest_events(places.events, MAX_LOG_BYTES)

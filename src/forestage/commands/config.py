@@ -24,7 +24,7 @@ def config(world: "CommandContext", partition: str | None, as_json: bool) -> Non
         known = ", ".join(sorted(settings.partitions)) or "none"
         text = f"partition {partition!r} has no settings of its own (these have: {known})"
         click.echo(f"forestage: {escape_control_characters(text)}", err=True)
-    rows = settings.rows(partition)
+    rows = settings.list_rows(partition)
     print_result([row._asdict() for row in rows], view.format_settings(rows), as_json)
 
 

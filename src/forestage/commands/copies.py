@@ -85,11 +85,11 @@ def list_copies(node: Node) -> tuple[CopyUnderWay, ...]:
         if lock.is_free(node.cache.key_lock(directory.name)):
             continue
         part, key = Part(directory), directory.name
-        owner = part.owner()
+        owner = part.find_record()
         if owner is None:
             copy = _make_publishing_copy(part)
         elif owner.boot == boot:
-            copy = make_copy(key, owner, part.copied(owner), now)
+            copy = make_copy(key, owner, part.copied_bytes(owner), now)
         else:  # not claimed yet
             continue
         # Else published meanwhile: the map was no longer where it was counted.
@@ -97,7 +97,7 @@ def list_copies(node: Node) -> tuple[CopyUnderWay, ...]:
             copy = msgspec.structs.replace(
                 copy,
                 waiting=tuple(jobs.get(key, ())),
-                from_peers=part.of_peers(),
+                from_peers=part.read_peer_bytes(),
                 served=sent.get(key, 0),
             )
             found.append((owner.since if owner else 0.0, copy))
@@ -129,7 +129,7 @@ def list_stopped_parts(node: Node) -> dict[str, int]:
 
 def list_part_paths(node: Node) -> dict[str, str]:
     """By key, the images of all parts, whether they are copied now or to be resumed."""
-    owners = ((one.name, Part(one).owner()) for one in node.cache.parts.iterdir())
+    owners = ((one.name, Part(one).find_record()) for one in node.cache.parts.iterdir())
     return {key: owner.image.path for key, owner in owners if owner}
 
 

@@ -105,7 +105,7 @@ def _show_and_apply_plan(
 
     files = RootedTree(ctx.obj.places.root)
     path = os.path.abspath(slurm_conf)
-    if files.mode(path) is None:
+    if files.find_mode(path) is None:
         raise click.BadParameter(f"{path} is not there", param_hint="--slurm-conf")
     plan = decide(sites.read_site(files, path))
     done = yes and not plan.refusals

@@ -79,7 +79,7 @@ def evict_unused(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> E
     done = evict_named(node, items, dry_run)
     if not inventory.is_cache_made(node):
         return done
-    leased = node.leases.keys()  # such a copy is about to go on
+    leased = node.leases.leased_keys()  # such a copy is about to go on
     sizes = {
         key: size for key, size in copies.list_stopped_parts(node).items() if key not in leased
     }
@@ -104,13 +104,13 @@ def evict_earlier_cache(node: Node, root: str, dry_run: bool) -> EvictionReport:
         )
     cache = found[root]
     earlier_caches.check_exclusive_use(node, cache)
-    there = msgspec.structs.replace(node.configured(require_mount=False), cache=cache)
+    there = msgspec.structs.replace(node.with_config(require_mount=False), cache=cache)
     items = [
         msgspec.structs.replace(one, pinned=False) for one in inventory.read_inventory(there).items
     ]
     if not dry_run:
         # Slurm is not asked: what has no lease is over.
-        over = SweepFacts(there, SlurmClient(""), frozenset(node.leases.jobs()), dry_run)
+        over = SweepFacts(there, SlurmClient(""), frozenset(node.leases.list_jobs()), dry_run)
         for clean_up in load_doors(SWEEP_IN_EACH_CACHE):
             clean_up(over)
         for item in items:
@@ -131,7 +131,7 @@ def evict_named(node: Node, items: Iterable[InventoryItem], dry_run: bool) -> Ev
     """
     wanted = tuple(items)
     # A lease that cannot be read may protect any entry: then a dry run may not promise anything.
-    node.leases.keys()
+    node.leases.leased_keys()
     if not wanted:  # nor, maybe, a cache
         return EvictionReport(dry_run)
     disk_probe.check_writable(node.places, node.cache)
@@ -180,7 +180,9 @@ def evict_to_watermark(node: Node, dry_run: bool) -> EvictionReport:
     if stored is None:
         return EvictionReport(dry_run)
     disk_probe.check_writable(node.places, node.cache)
-    leased = node.leases.keys()  # a damaged lease is reported also where there is nothing to evict
+    leased = (
+        node.leases.leased_keys()
+    )  # a damaged lease is reported also where there is nothing to evict
     before = {item.key: item for item in held.items}
     if dry_run:
         made = evict.plan_to_watermark(node.cache, lambda: leased, node.config, lambda: stored)

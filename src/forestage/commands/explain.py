@@ -112,7 +112,7 @@ def read_job_history(places: NodePaths, job: int, uid: int = 0) -> JobHistory:
     lease: Lease | None = None
     problems: tuple[str, ...] = ()
     try:
-        lease = LeaseDirectory(places.leases).read(job)
+        lease = LeaseDirectory(places.leases).find_lease(job)
     except Failed as failed:
         problems = (str(failed),)
     lost = losses.find_loss(places.lost_events)

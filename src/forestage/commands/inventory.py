@@ -92,7 +92,7 @@ def is_cache_made(node: Node) -> bool:
         (cache.root / "format").stat()
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.lexists(cache.root):
-            cache.must_be_on_its_disk(node.config.require_mount)
+            cache.check_on_its_disk(node.config.require_mount)
             return False
     cache.prepare(node.config.require_mount)
     return True
@@ -111,7 +111,7 @@ def read_inventory_and_entries(node: Node) -> tuple[CacheInventory, list[StoredE
     held = read_leases(node.leases)
     if not is_cache_made(node):
         return held, None
-    stored = node.cache.stored_entries()
+    stored = node.cache.list_entries()
     return msgspec.structs.replace(held, items=make_items(stored, held.leases)), stored
 
 
@@ -121,9 +121,9 @@ def read_leases(leases: LeaseDirectory) -> CacheInventory:
         os.scandir(leases.directory).close()  # glob() is silent about a directory it may not read
     found: list[Lease] = []
     problems: list[str] = []
-    for job in leases.jobs():
+    for job in leases.list_jobs():
         try:
-            lease = leases.read(job)
+            lease = leases.find_lease(job)
         except Failed as failed:
             problems.append(str(failed))
         else:
@@ -236,8 +236,8 @@ class LocalCopy(msgspec.Struct, frozen=True):
 
 def locate_local_copy(node: Node, wanted: SourceImage) -> LocalCopy:
     """The local copy of exactly this image. Raises NotFoundError, which says what the cache has."""
-    if node.cache.find(wanted):
-        return LocalCopy(wanted.path, wanted.key, str(node.cache.image(wanted.key)))
+    if node.cache.find_entry(wanted):
+        return LocalCopy(wanted.path, wanted.key, str(node.cache.image_path(wanted.key)))
     if any(item.path == wanted.path for item in read_inventory(node).items):
         raise NotFoundError(
             f"the cache holds another version of {wanted.path}, not the present one"

@@ -59,10 +59,10 @@ def _find_config_reason(places: NodePaths) -> str:
         settings = load_config(places.etc)
     except ConfigError as error:
         return f"the configuration cannot be used: {error.one_line}"
-    off = [name for name, config in settings.everywhere() if not config.enabled]
+    off = [name for name, config in settings.list_configs() if not config.enabled]
     named = [name for name in off if name is not None]
     if None in off:
-        on = len(off) < len(settings.everywhere())
+        on = len(off) < len(settings.list_configs())
         return f"`enabled: false` in {places.etc}{' (not for all partitions)' if on else ''}"
     return (
         f"`enabled: false` for {format_count(len(named), 'partition')}: {', '.join(named)}"

@@ -77,15 +77,19 @@ class RecentStarts(msgspec.Struct, frozen=True):
 
 def read_recent_calls(places: NodePaths, now: float) -> RecentCalls:
     """Reads the marks, and which jobs have steps here. Slurm is not asked."""
-    prolog = _find_call(places.called("prolog"))
+    prolog = _find_call(places.hook_call_mark("prolog"))
     proc = places.root / "proc"
-    latest, since = _read_mark(places.called("prolog"))
-    later = {pid: job for pid, job in SlurmClient("", proc=proc).managers().items() if job > latest}
+    latest, since = _read_mark(places.hook_call_mark("prolog"))
+    later = {
+        pid: job
+        for pid, job in SlurmClient("", proc=proc).list_step_managers().items()
+        if job > latest
+    }
     before = {job for pid, job in later.items() if _began_before(proc, pid, since, now)}
     loaded = _find_call(places.loaded)
     return RecentCalls(
         prolog,
-        _find_call(places.called("epilog")),
+        _find_call(places.hook_call_mark("epilog")),
         loaded,
         tuple(sorted({*later.values()} - before)),
         _find_process_without_companion(proc, loaded.time if loaded else 0.0, now),

@@ -71,7 +71,7 @@ def read_entry_details(
     return [
         EntryDetails(
             item,
-            str(cache.image(item.key)),
+            str(cache.image_path(item.key)),
             tuple(make_holder(one, {item.key: item.path}) for one in held if one.job in item.jobs),
             entry_sources.read_source_state(cache, item.entry, user) if item.entry else damaged,
         )

@@ -204,7 +204,7 @@ def _find_staging_obstacle(
         return StagingObstacle("hangs", str(cache_disk.declined_by_hang(node.cache, hang)))
     if under and under.is_read_only:
         return StagingObstacle("read-only", f"{under.point} is mounted read-only (see `dmesg`)")
-    if room is not None and not room.may_take:
+    if room is not None and not room.max_cache_bytes:
         others = "the rest is not the cache's"
         free = f"{format_size(room.free)} are free, {format_size(room.min_free)} stay free"
         return StagingObstacle("full", f"the disk has no room for any entry: {free}, {others}")
@@ -280,8 +280,8 @@ def _list_facts(status: NodeStatus) -> list[tuple[str, str]]:
         facts.append(("disk errors", f"no image is served, {told} (until the sweep has read all)"))
     if status.disk and status.room:
         disk, room = status.disk, status.room
-        less = f"; {format_size(room.may_take)} now, as others fill the disk"
-        less *= room.may_take < room.max_size
+        less = f"; {format_size(room.max_cache_bytes)} now, as others fill the disk"
+        less *= room.max_cache_bytes < room.max_size
         of_total = f"{format_size(disk.free)} free of {format_size(disk.total)}"
         numbers = msgspec.structs.asdict(status.entries)
         entries = str(numbers.pop("total"))
@@ -289,7 +289,10 @@ def _list_facts(status: NodeStatus) -> list[tuple[str, str]]:
             entries = f"{entries} ({states})"
         facts += [
             ("disk", f"{of_total}, mounted at {disk.mounted_at}"),
-            ("used", f"{format_size(room.used)} by the cache, {room.percent}% of what it may take"),
+            (
+                "used",
+                f"{format_size(room.used)} by the cache, {room.percent_used}% of what it may take",
+            ),
             ("reclaimable", f"{format_size(status.reclaimable)}, neither leased nor pinned"),
             ("data", f"{format_size(status.data)} of that, of {format_size(room.data)} at most"),
             *_list_kept_space(status),
@@ -373,7 +376,7 @@ def format_oneline(status: NodeStatus) -> str:
     word, why = choose_state(status)
     facts = {
         "state": word,
-        "full": f"{room.percent}%" if room else "-",
+        "full": f"{room.percent_used}%" if room else "-",
         "reclaimable": format_size(status.reclaimable).replace(" ", ""),
         "entries": str(status.entries.total),
         "damaged": str(status.entries.damaged + len(status.problems)),

@@ -171,21 +171,21 @@ def run_sweep(
 def list_stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease, ...]:
     """The leases of jobs that are over on this node. Raises SlurmError at the least doubt."""
     # Before Slurm is asked: a Prolog that begins while it answers leaves another mark.
-    marks = {job: leases.mark(job) for job in leases.jobs()}
-    at_work = slurm.at_work() if marks else frozenset()
+    marks = {job: leases.find_version(job) for job in leases.list_jobs()}
+    at_work = slurm.list_jobs_with_steps() if marks else frozenset()
     stale = []
     for job, mark in marks.items():
         if mark is None or job in at_work:
             continue
         lease = None
         with contextlib.suppress(Failed):  # a damaged lease goes with its job, and not before
-            lease = leases.read(job)
-        why = find_end_reason(slurm.job(job), lease.node if lease else "")
+            lease = leases.find_lease(job)
+        why = find_end_reason(slurm.find_job(job), lease.node if lease else "")
         if why:
             stale.append(StaleLease(job, mark, lease, why))
     # Another cluster's Slurm knows none of our jobs.
     for node in sorted({one.lease.node for one in stale if one.lease and one.lease.node}):
-        if not slurm.knows_node(node):
+        if not slurm.has_node(node):
             raise SlurmError(
                 f"the Slurm that was asked has no node {node}", "is SLURM_CONF the one of slurmd?"
             )
@@ -200,7 +200,7 @@ def _raise_if_not_root(error: Exception) -> None:
 
 def record_sweep_time(node: Node) -> None:
     """Leaves when the last sweep was, for the alert about nodes without one. Raises OSError."""
-    mark = node.places.called("sweep")
+    mark = node.places.hook_call_mark("sweep")
     folders.ensure_directory(mark.parent, folders.PASSABLE)
     mark.touch()
 
@@ -244,7 +244,7 @@ class _SweepRun:
         disk_probe.check_writable(node.places, node.cache)
         caches = earlier_caches.list_earlier_caches(node)  # leases name some
         made = self.tried(self.is_made, node)
-        self.add(kept=len(node.leases.jobs()))
+        self.add(kept=len(node.leases.list_jobs()))
         if only != "entries":
             self.find_stale()
             self.of_jobs()
@@ -283,7 +283,7 @@ class _SweepRun:
         One that fails stops no other, nor the core.
         """
         there = node or self.node
-        staying = frozenset(there.leases.jobs()) - {one.job for one in self.stale}
+        staying = frozenset(there.leases.list_jobs()) - {one.job for one in self.stale}
         facts = SweepFacts(there, self.slurm, staying, self.dry_run)
 
         def clean_up(name: str) -> None:
@@ -312,7 +312,7 @@ class _SweepRun:
         self.of_features(doors.SWEEP_WITHOUT_CACHE)
         self.add(
             released=released,
-            kept=len(self.node.leases.jobs()) - (len(released) if self.dry_run else 0),
+            kept=len(self.node.leases.list_jobs()) - (len(released) if self.dry_run else 0),
             redirects=tuple(self.unredirected),
             keepers=keepers,
             doubt=self.doubt,
@@ -337,12 +337,12 @@ class _SweepRun:
         self.add(evicted=self.tried(self.evicted, node) or ())
         self.of_features(doors.SWEEP_WITH_CACHE)
         if not self.dry_run:
-            node.cache.note_instance()
+            node.cache.mark_in_use()
             node.cache.remember_disk()  # of a cache that another node made
             disk_errors.scan_kernel_log(node.places, node.cache, node.clock)
             self.tried(evict.drop_dead_locks, node.cache)
             self.tried(node.cache.drop_unfinished, node.clock.wall())
-            self.tried(node.cache.correct_uses, node.clock.wall())
+            self.tried(node.cache.correct_future_uses, node.clock.wall())
             self.tried(hot_pieces.repair_index, node.cache)
 
     def of_entries(self, progress: VerifyProgress) -> None:
@@ -409,7 +409,7 @@ class _SweepRun:
         epilog.record_last_use(cache, one.lease, node.clock.wall())
         with contextlib.ExitStack() as claims:
             with lock.held_if_writable(cache.space_lock, lock.SPACE_TIMEOUT):
-                if leases.mark(one.job) != one.mark:
+                if leases.find_version(one.job) != one.mark:
                     return None
                 now = node.clock.wall()  # what hangs is tried once, with the strays
                 table = mounts.list_mounts()
@@ -446,18 +446,18 @@ class _SweepRun:
     def nodes_of_jobs(self, slurm: SlurmClient) -> None:
         """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
         node, before = self.node, self.node.clock.wall() - MIN_NODELIST_AGE
-        listed = node.leases.nodes_alone(before)
+        listed = node.leases.list_jobs_without_lease(before)
         try:
-            if self.doubt or not listed or not slurm.knows_node(slurm.node):
+            if self.doubt or not listed or not slurm.has_node(slurm.node):
                 return
-            ended = sorted({*listed} - slurm.at_work())
-            over = [job for job in ended if find_end_reason(slurm.job(job), slurm.node)]
+            ended = sorted({*listed} - slurm.list_jobs_with_steps())
+            over = [job for job in ended if find_end_reason(slurm.find_job(job), slurm.node)]
         except SlurmError as error:
             self.doubt = str(error)
             return
         for job in over:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
-                node.leases.drop_nodes(job, before)
+                node.leases.drop_nodelist(job, before)
 
     def _unmount(
         self, going: list[unmount.ClaimedBind], whose: Callable[[unmount.RedirectBind], User]
@@ -467,7 +467,7 @@ class _SweepRun:
             unmount.unmount_binds(going, whose, unmount.SWEEP_TOTAL)
         except unmount.UnmountError as stays:
             self.problems.append(str(stays))
-            return stays.off
+            return stays.removed
         return len(going)
 
     def dead_parts(self, node: Node) -> tuple[str, ...]:
@@ -476,8 +476,10 @@ class _SweepRun:
         boot, now = boot_id(), node.clock.wall()
 
         def unwanted(part: Part) -> bool:
-            abandoned = part.stood_still(now) > ABANDONED_AFTER
-            return (abandoned and part.directory.name not in wanted) or not part.resumable_in(boot)
+            abandoned = part.idle_seconds(now) > ABANDONED_AFTER
+            return (
+                abandoned and part.directory.name not in wanted
+            ) or not part.is_resumable_in_boot(boot)
 
         if not self.dry_run:
             return evict.drop_dead_parts(node.cache, unwanted)
@@ -514,7 +516,7 @@ class _SweepRun:
         """The leases that are not released. Raises Failed for a damaged one that stays."""
         over = {one.job for one in self.stale}
         leases = self.node.leases
-        staying = (leases.read(job) for job in leases.jobs() if job not in over)
+        staying = (leases.find_lease(job) for job in leases.list_jobs() if job not in over)
         return [lease for lease in staying if lease is not None]
 
 
@@ -547,7 +549,7 @@ def list_due_entries(node: Node) -> tuple[DueEntry, ...]:
     proved = frozenset(disk.proved)
     unproven, doubted, old = [], [], []
     for item in inventory.read_inventory(node).items:
-        read = node.cache.last_read(item.key)
+        read = node.cache.last_verified(item.key)
         if disk.since and item.key not in proved:
             doubted.append(
                 DueEntry(
@@ -694,7 +696,7 @@ def sweep_command(
     `tend`.
     """
     with screen.show_busy_status() as progress:
-        slurm = SlurmClient.of(os.environ).bind()
+        slurm = SlurmClient.from_environ(os.environ).with_pyslurm()
         done = run_sweep(ctx.obj.node(), slurm, dry_run, progress, only)
     print_result(
         make_document(done), () if quiet and done.is_empty else format_output(done), as_json

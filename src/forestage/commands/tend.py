@@ -128,7 +128,7 @@ def run_due_parts(
     for part in parts:
         file = part_lock_path(places, part.name)
         try:
-            if not _is_due(file, part.every, clock) or (part.limit and not end.left()):
+            if not _is_due(file, part.every, clock) or (part.limit and not end.seconds_left()):
                 continue
             process = _start_if_unlocked(part, file, clock.wall(), start)
         except (ForestageError, OSError) as error:  # the other parts need not fail for that
@@ -139,7 +139,7 @@ def run_due_parts(
         elif not part.limit:
             yield TendPartEnd(part.name, "begun")
         else:
-            yield _wait_for_part(part, process, min(part.limit, end.left()))
+            yield _wait_for_part(part, process, min(part.limit, end.seconds_left()))
 
 
 def _is_due(file: Path, every: float, clock: Clock) -> bool:
@@ -179,13 +179,13 @@ def _start_if_unlocked(
 def _wait_for_part(part: TendPart, process: RunningProcess, limit: float) -> TendPartEnd:
     try:
         if process.wait(limit):
-            code = process.code or 0
+            code = process.exit_code or 0
             if part.done is not None and code == 0:
                 with contextlib.suppress(OSError):  # /run is full: the next run finds it done again
                     part.done.touch()
             return TendPartEnd(part.name, "ended", code, harmless=part.harmless)
     finally:
-        if process.code is None:  # also where this run is to end
+        if process.exit_code is None:  # also where this run is to end
             process.kill()
     gone = process.wait(KILL_TIMEOUT)
     return TendPartEnd(part.name, "cut" if gone else "hangs", detail=f"process {process.pid}")
@@ -236,7 +236,7 @@ def tend_command(ctx: click.Context) -> None:
     except ConfigError as error:
         wrong = error
     is_apart = config is not None and any(
-        works_for_others(config, SlurmClient.of(os.environ))
+        works_for_others(config, SlurmClient.from_environ(os.environ))
         for works_for_others in load_doors(TEND_WORKS_FOR_OTHERS)
     )
     is_apart = is_apart and not places.called("prolog").exists()

@@ -75,10 +75,10 @@ def _claim_remaining(
 
 def _list_caches(node: Node) -> list[Cache]:
     """The configured one, and each that a lease names: a hook may hold the lock of either."""
-    found = {node.cache.real: node.cache}
-    for root in node.leases.caches():
+    found = {node.cache.real_root: node.cache}
+    for root in node.leases.list_cache_roots():
         cache = Cache(Path(root), node.places.claims)
-        found.setdefault(cache.real, cache)
+        found.setdefault(cache.real_root, cache)
     return list(found.values())
 
 
@@ -90,7 +90,7 @@ def choose_bind_owner(node: Node, bind: RedirectBind) -> User:
     cache = Cache(Path(bind.cache), node.places.claims)
     if not bind.key or disk_probe.probe_disk(node.places, cache):
         return ROOT_USER
-    entry = cache.read(bind.key)
+    entry = cache.find_entry_by_key(bind.key)
     return entry_sources.read_owner_account(entry.access) if entry else ROOT_USER
 
 
@@ -113,7 +113,7 @@ def unredirect_command(ctx: click.Context, as_json: bool) -> None:
     try:
         node = ctx.obj.node()
     except ConfigError:  # the leases name the caches
-        node = Node.of(Config(), ctx.obj.places, ctx.obj.clock)
+        node = Node.from_config(Config(), ctx.obj.places, ctx.obj.clock)
     done = unmount_redirects(node)
     print_result(done, format_output(done), as_json)
     if done.problems:

@@ -168,7 +168,7 @@ def _verify_entry(
     if item.entry is None:
         return bad("its record cannot be read, or is not of this image")
     try:
-        copy = open_copy(node.cache.image(item.key))
+        copy = open_copy(node.cache.image_path(item.key))
     except FileNotFoundError:
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
     except BlockingIOError:
@@ -198,7 +198,7 @@ def _verify_copy(
     wrong = format_attribute_errors(entry, fd)
     if wrong:
         return msgspec.structs.replace(verdict, result="bad", detail=wrong)
-    chunk = entry.chunk or node.config.chunk_of(entry.identity.size)
+    chunk = entry.chunk or node.config.chunk_bytes_for(entry.identity.size)
     threads = engines.derive_tuning(node.config, entry.identity.size).threads
 
     def against(expected: copy_comparison.ExpectedDigest) -> ComparisonResult:
@@ -216,7 +216,7 @@ def _verify_copy(
         result: VerdictResult = "bad" if manner.doubted else "unverifiable"
         detail = f"{why}, and no checksum was taken"
         return msgspec.structs.replace(verdict, result=result, detail=detail)
-    digests = node.cache.digests(entry)
+    digests = node.cache.read_digests(entry)
     if digest.digest_image(digests) != entry.digest:
         detail = f"{why}, and its checksums are damaged"
         return msgspec.structs.replace(verdict, result="bad", detail=detail)
@@ -302,7 +302,7 @@ def _evict_bad_entry(
 
     Everybody hears of it: jobs may have read it since its bytes were last right.
     """
-    cache, since = node.cache, node.cache.last_read(item.key)
+    cache, since = node.cache, node.cache.last_verified(item.key)
     user = (
         entry_sources.read_owner_account(item.entry.access)
         if item.entry
@@ -316,7 +316,7 @@ def _evict_bad_entry(
                 if _is_same_entry(node, item, fd):
                     binds = [bind for bind in unmount.list_binds(cache) if bind.key == item.key]
                     going = unmount.claim_binds(cache, binds, claims)
-                    cache.evict(item.key)
+                    cache.evict_entry(item.key)
             try:
                 unmount.unmount_binds(going, lambda bind: user)
             except (ForestageError, OSError) as error:
@@ -360,9 +360,9 @@ def _is_same_entry(node: Node, item: InventoryItem, fd: int | None) -> bool:
     """Whether the entry is the one that was verified, and not a newer copy of the same image."""
     if fd is None:  # its record is damaged, or its image cannot be opened
         there = os.path.lexists(node.cache.entry_dir(item.key))
-        return there and node.cache.read(item.key) == item.entry
+        return there and node.cache.find_entry_by_key(item.key) == item.entry
     try:
-        facts = node.cache.image(item.key).lstat()
+        facts = node.cache.image_path(item.key).lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(facts, os.fstat(fd))

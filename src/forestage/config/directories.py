@@ -31,7 +31,7 @@ class ConfigDirectoryListing(msgspec.Struct, frozen=True):
 
 def has_run_hooks(places: NodePaths) -> bool:
     """Return whether hooks run here."""
-    return any(places.called(hook).exists() for hook in ("prolog", "epilog"))
+    return any(places.hook_call_mark(hook).exists() for hook in ("prolog", "epilog"))
 
 
 def list_listable_directories(places: NodePaths) -> list[Path]:

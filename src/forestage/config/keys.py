@@ -44,21 +44,21 @@ class ConfigKey(msgspec.Struct, frozen=True):
     none: Literal["", "null", "auto"] = ""
     per_partition: bool = False
 
-    def read(self, raw: object) -> Any:
+    def parse_value(self, raw: object) -> Any:
         """Returns the value that YAML's `raw` means. ValueError says what was expected."""
         if self.none and raw == (None if self.none == "null" else self.none):
             return None
         try:
-            return self.notation.read(raw)
+            return self.notation.parse(raw)
         except ValueError as error:
             if not self.none:
                 raise
             problem = str(error).replace("expected ", f"expected {self.none} or ", 1)
             raise ValueError(problem) from None
 
-    def show(self, value: Any) -> str:
+    def format_value(self, value: Any) -> str:
         """Returns `value` as the file would have it."""
-        return self.none if value is None else self.notation.show(value)
+        return self.none if value is None else self.notation.format(value)
 
 
 class PartitionKey(ConfigKey, frozen=True):
@@ -120,7 +120,7 @@ class PeersSection(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
 
-    def of(self, node: str) -> ServiceAddress:
+    def node_address(self, node: str) -> ServiceAddress:
         """Returns where the other nodes find `node`."""
         return parse_address(self.address.replace("{node}", node), self.port)
 
@@ -355,7 +355,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Where files are staged from: below `sources`, and the store of imported images."""
         return (*self.sources, *self.registry.stores)
 
-    def chunk_of(self, size: int) -> int:
+    def chunk_bytes_for(self, size: int) -> int:
         """Return the bytes of one chunk of an image of `size` bytes, the same on all nodes. Pure.
 
         What a peer has of a chunk counts only when all of it is there. So nodes have something to
@@ -367,7 +367,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return min(LARGEST_CHUNK, max(values.MIN_CHUNK, 1 << (wanted - 1).bit_length()))
 
     @property
-    def start(self) -> Literal["through", "shared", "wait"]:
+    def cold_start_mode(self) -> Literal["through", "shared", "wait"]:
         """How a job starts while its image is copied: `cold` as far as `redirect` allows it."""
         if self.cold == "shared" or self.cold == "wait":
             return self.cold

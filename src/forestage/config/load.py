@@ -77,7 +77,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     unlogged: tuple[str, ...] = ()
 
     @property
-    def of_node(self) -> Config:
+    def node_config(self) -> Config:
         """What holds where no job is concerned: staging is on if it is for any partition."""
         on = self.config.enabled or any(one.get("enabled") for one in self.partitions.values())
         return msgspec.structs.replace(self.config, enabled=on)
@@ -86,22 +86,22 @@ class LoadedConfig(msgspec.Struct, frozen=True):
         """Returns the settings for a job in this partition; None or an unknown one: the common."""
         return with_values(self.config, self.partitions.get(name or "", {}))
 
-    def everywhere(self) -> list[tuple[str | None, Config]]:
+    def list_configs(self) -> list[tuple[str | None, Config]]:
         """The common settings, of None, and those of each partition that has some of its own."""
         return [(name, self.for_partition(name)) for name in (None, *self.partitions)]
 
-    def rows(self, partition: str | None = None) -> list[ConfigRow]:
+    def list_rows(self, partition: str | None = None) -> list[ConfigRow]:
         """Returns every key as it holds for `partition`; without one, every override follows."""
         config = self.for_partition(partition)
         rows = []
         for name, key in KEYS.items():
             origin = self.origins.get(format_key_name(partition, name), self.origins[name])
-            rows.append(ConfigRow(name, key.show(get_key_value(config, name)), origin))
+            rows.append(ConfigRow(name, key.format_value(get_key_value(config, name)), origin))
         if partition is None:
             for place, overrides in self.partitions.items():
                 for name, value in overrides.items():
                     full = format_key_name(place, name)
-                    rows.append(ConfigRow(full, KEYS[name].show(value), self.origins[full]))
+                    rows.append(ConfigRow(full, KEYS[name].format_value(value), self.origins[full]))
         return rows
 
 
@@ -115,17 +115,17 @@ class _ConfigDraft(msgspec.Struct):
     problems: list[ConfigProblem] = []
 
 
-def load_config(etc: Path, kept: Path | None = None) -> LoadedConfig:
+def load_config(etc: Path, memo_file: Path | None = None) -> LoadedConfig:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
     `kept` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError with
     all problems at once.
     """
-    documents = YamlCache(kept)
+    documents = YamlCache(memo_file)
     found = _ConfigDraft(dict.fromkeys(KEYS, DEFAULT))
     parts, noted = etc / "conf.d", NodePaths(etc.parent.parent).config_names
     listed, unread = _list_parts(parts, noted, found)
-    documents.note(parts.name, [listed.mtime_ns, *listed.names])
+    documents.add_value(parts.name, [listed.mtime_ns, *listed.names])
     # Editors and package managers leave .x.yaml.swp, x.yaml~ and x.yaml.dpkg-old behind.
     names = [name for name in listed.names if name.endswith((".yaml", ".yml")) and name[0] != "."]
     for path in (etc / "forestage.yaml", *(parts / name for name in names)):
@@ -134,13 +134,13 @@ def load_config(etc: Path, kept: Path | None = None) -> LoadedConfig:
     _check_peers_need_chunks(config, found)
     if found.problems:
         raise ConfigError(tuple(found.problems))
-    known = documents.before.get(REMOVED_KEYS_LOGGED)
+    known = documents.stored.get(REMOVED_KEYS_LOGGED)
     unlogged = [key for key in found.removed if not (isinstance(known, list) and key in known)]
     if found.removed:
-        documents.note(REMOVED_KEYS_LOGGED, sorted(found.removed))
-    if documents.keep() and kept is not None:
+        documents.add_value(REMOVED_KEYS_LOGGED, sorted(found.removed))
+    if documents.save_if_changed() and memo_file is not None:
         with contextlib.suppress(OSError):  # a user's command says that it could not read them
-            directories.record_names(kept.with_name(noted.name), listed)
+            directories.record_names(memo_file.with_name(noted.name), listed)
     # What could not be noted would be logged for each job.
     logs = tuple(unlogged) if documents.is_written else ()
     return LoadedConfig(config, found.partitions, found.origins, unread, found.removed, logs)
@@ -175,7 +175,7 @@ def format_key_name(partition: str | None, key: str) -> str:
 
 def _read_file(path: Path, documents: YamlCache, found: _ConfigDraft) -> None:
     try:
-        document = documents.document(_read_text(path), _parse_yaml)
+        document = documents.parse_cached(_read_text(path), _parse_yaml)
     except OSError as error:
         # A dangling link is not a missing file: somebody meant it to say something.
         if not isinstance(error, FileNotFoundError) or path.is_symlink():
@@ -307,7 +307,7 @@ def _set_value(
     try:
         if key not in (KEYS if partition is None else PARTITION_KEYS):
             raise ValueError(_explain_unknown_key(partition, key))
-        value = KEYS[key].read(raw)
+        value = KEYS[key].parse_value(raw)
     except ValueError as error:
         found.problems.append(ConfigProblem(where, full, str(error)))
         return

@@ -21,34 +21,34 @@ class YamlCache:
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.before: dict[str, object] = {}
-        self.now: dict[str, object] = {}
+        self.stored: dict[str, object] = {}
+        self.current: dict[str, object] = {}
         self.is_written = False  # by this reading
         if file is not None:
             with contextlib.suppress(OSError, records.DamagedRecord):
-                self.before = records.load(file, dict[str, object])
+                self.stored = records.load(file, dict[str, object])
 
-    def document(self, text: str, parse: Callable[[str], object]) -> object:
+    def parse_cached(self, text: str, parse: Callable[[str], object]) -> object:
         """What `parse` returns for this text. Raises as it does."""
         if self.file is None:
             return parse(text)
         name = sha256(text.encode())
-        self.now[name] = self.before[name] if name in self.before else parse(text)
-        return self.now[name]
+        self.current[name] = self.stored[name] if name in self.stored else parse(text)
+        return self.current[name]
 
-    def note(self, name: str, value: list[int | str]) -> None:
+    def add_value(self, name: str, value: list[int | str]) -> None:
         """Has a change of this value count as a change of what was read."""
         if self.file is not None:
-            self.now[name] = value
+            self.current[name] = value
 
-    def keep(self) -> bool:
+    def save_if_changed(self) -> bool:
         """Writes down what was read, if that is not what was there; returns whether it is not."""
-        if self.file is None or self.now == self.before:
+        if self.file is None or self.current == self.stored:
             return False
         with contextlib.suppress(OSError, TypeError, ValueError, msgspec.MsgspecError):
-            data = msgspec.json.encode(self.now)
+            data = msgspec.json.encode(self.current)
             # YAML has dates, and numbers as names, for which JSON has only text.
-            if msgspec.json.decode(data) == self.now:
+            if msgspec.json.decode(data) == self.current:
                 records.write(self.file, data)
                 self.is_written = True
         return True

@@ -51,7 +51,7 @@ def find_off_file_reason(places: NodePaths, now: float) -> str:
 
     Costs a job two system calls. First the one in which nothing can wait.
     """
-    for file in (places.disabled, places.kept_off):
+    for file in (places.disabled, places.lasting_off_file):
         if said := _read_off_file(file, now):
             return said
     return ""
@@ -77,23 +77,23 @@ def turn_off(places: NodePaths, reason: str, until: float | None) -> SwitchChang
     except OSError as raised:  # /run is full
         failed = raised
     try:
-        _, why_not = _change_in_child(places, lambda: _replace_file(places.kept_off, data))
+        _, why_not = _change_in_child(places, lambda: _replace_file(places.lasting_off_file, data))
     except OSError as raised:  # a node whose /etc is read-only, as of an image that all nodes boot
-        why_not = f"{places.kept_off} cannot be written: {raised.strerror}"
+        why_not = f"{places.lasting_off_file} cannot be written: {raised.strerror}"
     if why_not and failed is not None:
         raise failed
     if why_not:
         return SwitchChange((places.disabled,), why_not)
     if not was_there:  # else an upgrade's own, which ends with the upgrade
         places.disabled.unlink(missing_ok=True)
-    return SwitchChange((places.kept_off,))
+    return SwitchChange((places.lasting_off_file,))
 
 
 def turn_on(places: NodePaths) -> SwitchChange:
     """Removes both files. As root. Raises OSError."""
     removed = (places.disabled,) if _remove_file(places.disabled) else ()
-    is_removed, error = _change_in_child(places, lambda: _remove_file(places.kept_off))
-    return SwitchChange((*removed, *[places.kept_off] * is_removed), error)
+    is_removed, error = _change_in_child(places, lambda: _remove_file(places.lasting_off_file))
+    return SwitchChange((*removed, *[places.lasting_off_file] * is_removed), error)
 
 
 def _change_in_child(places: NodePaths, work: Callable[[], bool]) -> tuple[bool, str]:
@@ -107,7 +107,7 @@ def _change_in_child(places: NodePaths, work: Callable[[], bool]) -> tuple[bool,
         # Killed, it ends when whoever holds the directory lets go of it.
         return False, f"{places.etc} did not answer within {PATIENCE:g} s (does a user list it?)"
     except Declined as error:
-        return False, f"{places.kept_off} could not be changed: {error}"
+        return False, f"{places.lasting_off_file} could not be changed: {error}"
     return changed, ""
 
 

@@ -33,19 +33,19 @@ _UNQUOTED = r"[\w./+@-]+"  # paths that YAML reads as they are
 class ValueNotation(msgspec.Struct, frozen=True):
     """How values of one kind are written."""
 
-    read: Callable[[Any], Any]
-    show: Callable[[Any], str]
+    parse: Callable[[Any], Any]
+    format: Callable[[Any], str]
 
 
 class ServiceAddress(msgspec.Struct, frozen=True):
     """Where a service is: `host` is a name or an address, IPv6 ones without brackets.
 
-    `otherwise` takes its place where that name does not resolve; "" for none.
+    `fallback_host` takes its place where that name does not resolve; "" for none.
     """
 
     host: str
     port: int
-    otherwise: str = ""
+    fallback_host: str = ""
 
 
 def parse_address(text: str, port: int) -> ServiceAddress:
@@ -150,17 +150,20 @@ def _format_paths(paths: tuple[str, ...]) -> str:
 
 
 def _restrict_notation(
-    read: Callable[[Any], Any], show: Callable[[Any], str], fits: Callable[[Any], Any], words: str
+    parse: Callable[[Any], Any],
+    format_value: Callable[[Any], str],
+    is_allowed: Callable[[Any], Any],
+    expected: str,
 ) -> ValueNotation:
     """What `read` returns, where it `fits`; `words` are for an error."""
 
     def limited(raw: object) -> Any:
-        value = read(raw)
-        if not fits(value):
-            raise ValueError(f"expected {words}, got {quote_value(raw)}")
+        value = parse(raw)
+        if not is_allowed(value):
+            raise ValueError(f"expected {expected}, got {quote_value(raw)}")
         return value
 
-    return ValueNotation(limited, show)
+    return ValueNotation(limited, format_value)
 
 
 def make_word_notation(literal: Any) -> ValueNotation:

@@ -157,12 +157,15 @@ def format_plugstack_lines(conf: SlurmConf) -> list[str]:
     from forestage.slurm import plugstack
 
     try:
-        for line in plugstack.read_lines(plugstack.find_plugstack_path(conf), conf.text):
+        for line in plugstack.read_lines(plugstack.find_plugstack_path(conf), conf.read_text):
             if isinstance(line, plugstack.IncludeLine):
-                conf.files.names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
+                conf.files.list_names(os.path.dirname(line.pattern))  # noqa: PTH120 - pathlib is an import
     except (OSError, ValueError):  # so nobody can tell
         pass
-    return ["\t".join(("file", path, *map(str, facts))) for path, facts in conf.files.facts.items()]
+    return [
+        "\t".join(("file", path, *map(str, facts)))
+        for path, facts in conf.files.file_stamps.items()
+    ]
 
 
 def record_detachable_partitions(
@@ -185,17 +188,18 @@ def record_detachable_partitions(
     files = [line for line in decided_by if line.startswith("file\t")]
     lines = [FORMAT_LINE, *files, *by_slurm]
     partitions = [
-        (name, config.resolve_auto_redirect(own, companion)) for name, own in settings.everywhere()
+        (name, config.resolve_auto_redirect(own, companion))
+        for name, own in settings.list_configs()
     ]
     # A bind that is out of date has to go before any job of the node starts.
     bind = any(own.redirect == "bind" for _, own in partitions)
     for name, own in partitions:
-        leaves = own.redirect == "spank" and own.start != "wait"
+        leaves = own.redirect == "spank" and own.cold_start_mode != "wait"
         lines.append(
             f"partition\t{name or ANY_PARTITION}\t{'leave' if leaves and not bind else 'stay'}"
         )
     text = os.fsencode("".join(f"{line}\n" for line in lines))
-    file = places.background
+    file = places.background_marks
     if files and not (file.exists() and read_file(file) == text):
         records.write(file, text)
 
@@ -210,9 +214,9 @@ def clear_needless_hints_flag(places: NodePaths, job: Job) -> None:
 
     leases = LeaseDirectory(places.leases)
     try:
-        lease, uid = leases.read(job.id), job.user.uid
-        if lease is None or (lease.is_of(uid) and not leases.said(job.id, uid).say):
-            leases.end_hinted(job.id, uid)
+        lease, uid = leases.find_lease(job.id), job.user.uid
+        if lease is None or (lease.belongs_to(uid) and not leases.read_notes(job.id, uid).say):
+            leases.clear_hints_flag(job.id, uid)
     except (Failed, OSError):  # a helper more
         return
 

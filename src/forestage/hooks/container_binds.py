@@ -90,7 +90,7 @@ class ContainerBinds:
 
     def __exit__(self, *_: object) -> None:
         if self._looking:
-            self._looking.child.end()
+            self._looking.child.kill()
             os.close(self._looking.spot)
 
     def must_not_hold(self, path: str, own: Sequence[str] = ()) -> None:
@@ -114,7 +114,7 @@ class ContainerBinds:
 
     @property
     def _left(self) -> float:
-        return self._end.left() if self._end else USER_FILES_TIMEOUT
+        return self._end.seconds_left() if self._end else USER_FILES_TIMEOUT
 
     def _begin(self) -> "_PendingLookup":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
@@ -135,7 +135,9 @@ class ContainerBinds:
         looking, self._looking = self._looking or self._begin(), None
         hang = opening.find_server_hang(self._places, looking.home) if looking.home else ""
         try:
-            found, line = looking.child.answer(_BindLookupResult, 0.0 if hang else self._left)
+            found, line = looking.child.wait_for_reply(
+                _BindLookupResult, 0.0 if hang else self._left
+            )
         except as_user.ChildTimeout:
             return _make_unknown_binds(hang or self._hung(looking))
         except (Declined, OSError) as error:  # it never fails a job
@@ -144,7 +146,9 @@ class ContainerBinds:
             os.close(looking.spot)
         line.close()
         files = looking.files
-        ours = {os.fspath(files.at(path)): facts for path, facts in files.facts.items()}
+        ours = {
+            os.fspath(files.host_path(path)): facts for path, facts in files.file_stamps.items()
+        }
         if found.variables:
             program = looking.site.program
             self.decided = step_record.format_bind_lines(
@@ -189,28 +193,30 @@ class ContainerBinds:
             binds = (*binds, *found)
             doubt = doubt or why
         bound = [(f"{one.file}:{one.line}", one.source) for one in binds]
-        bound = [(who, variables.expanded(source)) for who, source in bound]
+        bound = [(who, variables.expand(source)) for who, source in bound]
         wants_home = job.mounts_home
         if wants_home is None:
             wants_home = enroot.is_true_setting(site.settings.get("ENROOT_MOUNT_HOME", ""))
         if wants_home:
             bound += [("--container-mount-home", home)]
         return _drop_undecodable(
-            _BindLookupResult(home, _resolve_links(bound, at), doubt, files.facts, variables.asked)
+            _BindLookupResult(
+                home, _resolve_links(bound, at), doubt, files.file_stamps, variables.queried
+            )
         )
 
     def _take_place(self) -> None:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = USER_FILES.first_byte(self._job.user.uid) + os.getpid() % USER_FILES.width
-            lock.lock_byte(self._places.mounting, place, waits=True)
+            lock.lock_byte(self._places.mounting, place, is_blocking=True)
 
     def _of_image(
         self, found: _BindLookupResult, own: Sequence[str]
     ) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""
         variables = _make_variables(self._job, found.home)
-        bound = [("the image's /etc/fstab", variables.expanded(source)) for source in own]
+        bound = [("the image's /etc/fstab", variables.expand(source)) for source in own]
 
         def work() -> as_user.ChildResult[_BindLookupResult]:
             self._take_place()
@@ -238,18 +244,20 @@ def _read_folder_binds(files: RecordingTree, folder: str) -> tuple[list[FstabBin
     if enroot.UNKNOWN in folder:
         return [], "enroot.conf has a shell word for ENROOT_CONFIG_PATH"
     # Most users have none, and where their home is slow each look takes seconds.
-    files.note(folder)
-    if not any(files.facts[folder]):
+    files.record_path(folder)
+    if not any(files.file_stamps[folder]):
         return [], ""
     mounts, hooks = f"{folder}/mounts.d", f"{folder}/hooks.d"
     binds: list[FstabBind] = []
     left = MAX_FSTAB_BYTES
-    listed, listed_hooks = (files.names(one, MAX_DIRECTORY_NAMES + 1) for one in (mounts, hooks))
+    listed, listed_hooks = (
+        files.list_names(one, MAX_DIRECTORY_NAMES + 1) for one in (mounts, hooks)
+    )
     if max(len(listed), len(listed_hooks)) > MAX_DIRECTORY_NAMES:
         return binds, f"{folder} is too large"
     names = [name for name in listed if name.endswith(".fstab")]
     for name in names[:MAX_FSTABS]:
-        text = files.text(f"{mounts}/{name}", left + 1)
+        text = files.read_text_or_none(f"{mounts}/{name}", left + 1)
         if text is None:
             return binds, f"{mounts}/{name} cannot be read"
         left -= len(text.encode(errors="replace"))
@@ -258,7 +266,7 @@ def _read_folder_binds(files: RecordingTree, folder: str) -> tuple[list[FstabBin
         return binds, f"{mounts} is too large"
     programs = [name for name in listed_hooks if name.endswith(".sh")]
     for place in (mounts, hooks):
-        if any(files.facts[place]) and not os.access(place, os.R_OK, effective_ids=True):
+        if any(files.file_stamps[place]) and not os.access(place, os.R_OK, effective_ids=True):
             return binds, f"{place} cannot be read"
     return binds, f"{hooks}/{programs[0]} may bind anything" if programs else ""
 

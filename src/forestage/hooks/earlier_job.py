@@ -38,23 +38,31 @@ def release_earlier_job(
     began = clock.monotonic()
     lease = None
     with contextlib.suppress(Failed, OSError):  # whose a damaged lease is, nobody knows
-        lease = LeaseDirectory(places.leases).read(job.id)
-    if lease is None or lease.is_of(job.user.uid, job.start):
+        lease = LeaseDirectory(places.leases).find_lease(job.id)
+    if lease is None or lease.belongs_to(job.user.uid, job.start):
         return limits
     if _has_step_manager(job.id, places.root / "proc"):
         return limits
     earlier = _job_from_lease(lease)
     mark = os.fspath(places.leases / f"{job.id}.prolog")
     background_prolog.stop_prolog(mark, {"SLURM_JOB_UID": str(lease.user.uid)})
-    most = RELEASE_TIMEOUT if limits.drains is None else min(RELEASE_TIMEOUT, limits.drains / 4)
-    short = msgspec.structs.replace(limits, epilog=most)
+    most = (
+        RELEASE_TIMEOUT
+        if limits.node_drained_after is None
+        else min(RELEASE_TIMEOUT, limits.node_drained_after / 4)
+    )
+    short = msgspec.structs.replace(limits, epilog_killed_after=most)
     outcomes: list[ReleaseOutcome] = []
     epilog.run_epilog(None, places, clock, earlier, short, outcomes.append, watched)
     took = clock.monotonic() - began
     with contextlib.suppress(OSError):  # a full log disk keeps no job from being served
         events.record_outcomes(places, clock.wall(), "epilog", earlier, outcomes, took)
-    drains = None if limits.drains is None else max(0.0, limits.drains - took)
-    return msgspec.structs.replace(limits, drains=drains, hurts=max(0.0, limits.hurts - took))
+    drains = (
+        None if limits.node_drained_after is None else max(0.0, limits.node_drained_after - took)
+    )
+    return msgspec.structs.replace(
+        limits, node_drained_after=drains, job_lost_after=max(0.0, limits.job_lost_after - took)
+    )
 
 
 def _job_from_lease(lease: Lease) -> Job:
@@ -85,5 +93,5 @@ def _has_step_manager(job: int, proc: Path) -> bool:
             pid = processes.read_stat(proc / str(pid)).parent
         except OSError:  # of a test's node, or the hook was given to another parent
             break
-    managers = SlurmClient("", proc=proc).managers()
+    managers = SlurmClient("", proc=proc).list_step_managers()
     return any(number == job and pid not in above for pid, number in managers.items())

@@ -84,12 +84,12 @@ def run_epilog(
     """
     leases = LeaseDirectory(places.leases)
     # Half for each of the two times that the lock is needed.
-    limit = lock.SPACE_TIMEOUT if limits.epilog is None else limits.epilog
+    limit = lock.SPACE_TIMEOUT if limits.epilog_killed_after is None else limits.epilog_killed_after
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
     watched.ends_within(2 * patience)
     lease, damage = None, None
     try:
-        lease = leases.read(job.id)
+        lease = leases.find_lease(job.id)
     except Failed as failed:
         damage = failed  # what it held is unknown, but the other leases tell what is needed
     except OSError as error:
@@ -196,7 +196,7 @@ def _find_cache(
     if config is None:
         return None
     watched.works_on(configured_root(config, places))
-    return Node.of(config, places, clock).cache
+    return Node.from_config(config, places, clock).cache
 
 
 def is_lease_of_other_job(lease: Lease, job: Job) -> bool:
@@ -205,7 +205,7 @@ def is_lease_of_other_job(lease: Lease, job: Job) -> bool:
     One that began before the job is what an earlier run left, if Slurm did not move its start.
     """
     later = bool(lease.start and job.start) and lease.start > job.start
-    return not lease.is_of(job.user.uid) or later
+    return not lease.belongs_to(job.user.uid) or later
 
 
 def _make_failed_outcome(error: Failed | OSError) -> ReleaseOutcome:
@@ -235,13 +235,13 @@ def _drop_lease_and_unmount(end: EpilogFacts, cache: Cache) -> ReleaseOutcome:
                 with contextlib.suppress(Failed, OSError):
                     now = end.clock.wall()
                     namespaces.unmount_in_namespaces(
-                        cache, leases, now, first=end.job.user.uid, here=table
+                        cache, leases, now, first_uid=end.job.user.uid, here=table
                     )
         except unmount.UnmountError as stays:
             # A dead file server is no fault of the node. It shows nothing, redirect or not.
             detail = make_printable(_format_stuck_redirects(stays.stuck, lease))
             done = ReleaseOutcome(
-                "released", unmounted=stays.off, reason=stays.reason, detail=detail
+                "released", unmounted=stays.removed, reason=stays.reason, detail=detail
             )
     # This job may have failed for it, the next one need not.
     disk_errors.scan_kernel_log(end.places, cache, end.clock)
@@ -270,7 +270,7 @@ def drop_lease_and_claim_binds(
     Under the space lock, which nothing that may hang is done under: they are unmounted after it.
     Raises OSError, Failed.
     """
-    leases.drop(job)
+    leases.drop_lease(job)
     # Whatever no lease mentions goes, so a redirect that a killed hook left goes too.
     return redirect.claim_unneeded_binds(cache, leases, places, claims, table, now)
 
@@ -282,8 +282,8 @@ def record_last_use(cache: Cache, lease: Lease | None, now: float) -> None:
     """
     with contextlib.suppress(OSError):  # only a note
         for use in lease.uses if lease else ():
-            if cache.read(use.key) is not None:
-                cache.touch(use.key, now, lease.user.uid if lease else None)
+            if cache.find_entry_by_key(use.key) is not None:
+                cache.record_use(use.key, now, lease.user.uid if lease else None)
 
 
 def _release_without_disk(end: EpilogFacts, cache: Cache, hang: HangReport) -> ReleaseOutcome:
@@ -310,13 +310,13 @@ def _drop_lease_unlocked(leases: LeaseDirectory, job: Job) -> None:
     """Drops the job's lease, without the lock. Raises OSError."""
     lease = _find_lease(leases, job.id)
     if lease is None or not is_lease_of_other_job(lease, job):
-        leases.drop(job.id)
+        leases.drop_lease(job.id)
 
 
 def _find_lease(leases: LeaseDirectory, job: int) -> Lease | None:
     """Return the lease of this number; None also where it is damaged: whose it is, nobody knows."""
     with contextlib.suppress(Failed, OSError):
-        return leases.read(job)
+        return leases.find_lease(job)
     return None
 
 

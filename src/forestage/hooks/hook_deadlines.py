@@ -67,6 +67,6 @@ def requested_wait(config: Config, hint: float | None, longest: float) -> float 
         return None
     if hint is not None:
         return min(hint, config.max_stage_wait)
-    if config.start != "wait":
+    if config.cold_start_mode != "wait":
         return None
     return longest if config.deadline is None else config.deadline

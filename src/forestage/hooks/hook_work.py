@@ -76,7 +76,7 @@ def _run_prolog(
     from forestage.hooks import prolog
 
     limits = timeouts.read_limits(hook.slurm_conf)
-    if LeaseDirectory(places.leases).file(job.id).exists():
+    if LeaseDirectory(places.leases).lease_file(job.id).exists():
         from forestage.hooks import earlier_job
 
         limits = earlier_job.release_earlier_job(places, clock, job, limits, hook.watched)
@@ -94,7 +94,7 @@ def _run_prolog(
     _detach_if_allowed(hook, places, decided_by)
     # Once: several caches must not take several times what slurm.conf allows.
     limit = prolog.make_prolog_deadlines(nodes[0], job, limits, refusal, hook.in_background)
-    hook.watched.ends_within(limit.end.left())
+    hook.watched.ends_within(limit.end.seconds_left())
     if refusal is None and (job.requests or job.saves or has_data or job.hints.words):
         job, refusal = prolog.with_identified_user(job, limit)
     if features and refusal is None:
@@ -302,14 +302,14 @@ def _make_nodes(
         bare = Config(sources=ANYWHERE)
         nodes = [
             Node(bare, places, Cache(Path(root), places.claims), leases, clock)
-            for root in leases.caches()
+            for root in leases.list_cache_roots()
         ]
         refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
         if not nodes:
             hook.watched.works_on(configured_root(bare, places))
-        return nodes or [Node.of(bare, places, clock)], refusal
+        return nodes or [Node.from_config(bare, places, clock)], refusal
     off = off or ("" if config.enabled else "`enabled: false`")
     hook.watched.works_on(configured_root(config, places))
-    node = Node.of(config, places, clock)
+    node = Node.from_config(config, places, clock)
     hook.watched.works_on(os.fspath(node.cache.root))
     return [node], Declined("disabled", off) if off else None

@@ -27,9 +27,9 @@ def read_or_make_lease(node: Node, job: Job) -> Lease:
 
     Raises Failed; Declined where another user's job of that number has one.
     """
-    lease = node.leases.read(job.id)
+    lease = node.leases.find_lease(job.id)
     if lease is None:
-        mine, now = job.user.plain(), node.clock.wall()
+        mine, now = job.user.without_groups(), node.clock.wall()
         return Lease(
             job.id,
             mine,
@@ -39,7 +39,7 @@ def read_or_make_lease(node: Node, job: Job) -> Lease:
             start=job.start,
             restart=job.restart,
         )
-    if not lease.is_of(job.user.uid):
+    if not lease.belongs_to(job.user.uid):
         raise declined_as_other_job(job.id)
     return lease
 
@@ -57,10 +57,10 @@ def hold_entry(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator
         is_new = all(use.key != key for use in lease.uses)
         if not is_new:
             # A requeued job's, perhaps, which a sweep takes for that of the job as it was.
-            node.leases.confirm(job.id)
+            node.leases.touch_lease(job.id)
         else:
             lease = lease.with_use(EntryUse(key))
-            node.leases.write(lease)
+            node.leases.write_lease(lease)
     with contextlib.ExitStack() as on_error:
         # A job may name one image twice: what the first request got stays. So does what a step
         # took, as another one may run with it by now.
@@ -78,9 +78,9 @@ def save_job_notes(
     Waits so many seconds for the space lock. Raises Failed, OSError.
     """
     with lock.held_if_writable(node.cache.space_lock, seconds):
-        node.leases.say(read_or_make_lease(node, job), **said)
+        node.leases.add_notes_and_keep_lease(read_or_make_lease(node, job), **said)
         if to_steps:
-            node.leases.begin_hinted(job.id)
+            node.leases.set_hints_flag(job.id)
 
 
 def change_job_lease(node: Node, job: Job, change: Callable[[Lease], None]) -> None:
@@ -92,20 +92,20 @@ def change_job_lease(node: Node, job: Job, change: Callable[[Lease], None]) -> N
         contextlib.suppress(lock.LockTimeout),
         lock.held(node.cache.space_lock, SHORT_LOCK_TIMEOUT),
     ):
-        lease = node.leases.read_own(job.id, job.user.uid)
+        lease = node.leases.find_own_lease(job.id, job.user.uid)
         if lease is not None:
             change(lease)
 
 
 def release_entry(node: Node, job: Job, key: str) -> None:
     """Has the job's lease hold the entry no longer; what stays in it goes in the Epilog."""
-    change_job_lease(node, job, lambda lease: node.leases.put(lease.without(key)))
+    change_job_lease(node, job, lambda lease: node.leases.write_or_drop(lease.without_entry(key)))
 
 
 def request_redirect(node: Node, job: Job, found: SourceImage) -> None:
     """Has the stager redirect the path for this job, once the entry is here."""
     use = EntryUse(found.key, found.path)
-    change_job_lease(node, job, lambda lease: node.leases.write(lease.with_use(use)))
+    change_job_lease(node, job, lambda lease: node.leases.write_lease(lease.with_use(use)))
 
 
 def record_save_path(
@@ -125,16 +125,16 @@ def record_save_path(
     with contextlib.suppress(ForestageError, OSError, UnicodeEncodeError):
         path = os.path.join(job.work_dir, job.saves)
         saved, may = opening.resolve_save_path(
-            path, job.user, min(SAVE_PATH_TIMEOUT, limit.end.left())
+            path, job.user, min(SAVE_PATH_TIMEOUT, limit.end.seconds_left())
         )
         job = msgspec.structs.replace(job, saves=saved)
-        with lock.held_if_writable(node.cache.space_lock, limit.end.left()):
+        with lock.held_if_writable(node.cache.space_lock, limit.end.seconds_left()):
             lease = read_or_make_lease(node, job)
             # Who cannot write there is in nobody's way, and nobody in theirs.
             if not may:
                 return job
             # Before those that lie there go: the stager may lay one.
-            node.leases.put(lease.saving(saved))
+            node.leases.write_or_drop(lease.with_save_path(saved))
         redirect.unmount_stale_binds(node.cache, frozenset({saved}), "", job.user, limit.end)
     return job
 
@@ -144,11 +144,11 @@ def drop_own_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> 
 
     Not another job's: a step may call any directory its home.
     """
-    with lock.held(node.cache.space_lock, limit.end.left()):
-        lease = node.leases.read_own(job.id, job.user.uid)
-        if lease is not None and lease.unredirected(path) != lease:
-            node.leases.write(lease.unredirected(path))
-        if path in node.leases.redirected():
+    with lock.held(node.cache.space_lock, limit.end.seconds_left()):
+        lease = node.leases.find_own_lease(job.id, job.user.uid)
+        if lease is not None and lease.without_redirect(path) != lease:
+            node.leases.write_lease(lease.without_redirect(path))
+        if path in node.leases.list_redirected_paths():
             return
     redirect.unmount_stale_binds(node.cache, frozenset({path}), "", job.user, limit.end)
 
@@ -156,7 +156,7 @@ def drop_own_redirect(node: Node, job: Job, path: str, limit: HookDeadlines) -> 
 @contextlib.contextmanager
 def _hold_space_lock(node: Node, limit: HookDeadlines) -> Iterator[None]:
     """Holds the space lock. Who has it may hang with the disk: then it is not waited for."""
-    left = limit.end.left()
+    left = limit.end.seconds_left()
     hang = disk_probe.probe_disk(node.places, node.cache, left)
     with contextlib.ExitStack() as held:
         try:

@@ -77,7 +77,7 @@ def with_identified_user(job: Job, limit: HookDeadlines) -> tuple[Job, Declined 
     Once, for all processes that act as the user: each answer may take seconds.
     """
     try:
-        user = as_user.query_name_service(job.user, limit.end.left())
+        user = as_user.query_name_service(job.user, limit.end.seconds_left())
     except Declined as unknown:
         return job, unknown
     except OSError:  # no process can be started: each request says so
@@ -108,7 +108,7 @@ def make_prolog_deadlines(
     seconds = timeouts.prolog_budget(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
         return HookDeadlines.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
-    wish = requested_wait(config, hint, limits.hurts)
+    wish = requested_wait(config, hint, limits.job_lost_after)
     copy = None if wish is None else timeouts.prolog_budget(limits, wish)
     return HookDeadlines.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
@@ -118,7 +118,9 @@ def _record_wait(node: Node, job: Job, answers: list[RequestResult]) -> None:
     waited = sum(answer.outcome.wait for answer in answers)
     with contextlib.suppress(ForestageError, OSError):  # only a figure
         leases.change_job_lease(
-            node, job, lambda lease: node.leases.say(lease, waited=round(waited, 4))
+            node,
+            job,
+            lambda lease: node.leases.add_notes_and_keep_lease(lease, waited=round(waited, 4)),
         )
 
 
@@ -159,7 +161,7 @@ def record_hint_problems(node: Node, job: Job, outcomes: Sequence[Outcome]) -> N
         and outcome.request != "stage-dir"  # which the step has a line for
     ]
     lines += _list_unserved_messages(job, outcomes)
-    if not lines or node.config.user_messages == "none" or job.rank.node not in (None, 0):
+    if not lines or node.config.user_messages == "none" or job.node_index.node not in (None, 0):
         return
     say = tuple(make_printable(line) for line in lines[:MAX_PROBLEMS])
     with contextlib.suppress(ForestageError, OSError):
@@ -192,7 +194,7 @@ def _record_hints(node: Node, job: Job, end: Deadline) -> RequestOutcome | None:
     hints = job.hints
     try:
         said = {"off": hints.off, "wait": hints.wait, "tell": hints.tell, "words": hints.words}
-        leases.save_job_notes(node, job, end.left(), to_steps=bool(hints.words), **said)
+        leases.save_job_notes(node, job, end.seconds_left(), to_steps=bool(hints.words), **said)
     except (ForestageError, OSError) as error:
         return make_error_outcome(Request("", "hint"), error)
     if not hints.off:

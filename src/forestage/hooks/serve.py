@@ -188,7 +188,7 @@ def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     node, job, limit = call.node, call.job, call.limit
     opened, copying, found = begun.opened, begun.copying, begun.opened.image
     first = limit.for_copy(found.size)
-    begins = not first.left() and copying is not None and _may_lack_room(node, found)
+    begins = not first.seconds_left() and copying is not None and _may_lack_room(node, found)
     if begins:  # no job is to read through a copy that is refused, and say nothing of it
         first = limit.room
     try:
@@ -239,7 +239,7 @@ def _serve_while_copying(
     if way == "bind":
         leases.request_redirect(node, call.job, found)
         # The stager publishes, then looks who asked: one of the two sees the other.
-        if limit.copy is None and node.cache.find(found):
+        if limit.copy is None and node.cache.find_entry(found):
             return None
         way = "later"
     if limit.copy is not None and not limit.through:
@@ -258,7 +258,7 @@ def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResu
     started = make_served_result(
         begun.request, found, "started", "none" if job.step is not None else "spank"
     )
-    if node.config.start != "through" or not begun.opened.is_read_through:
+    if node.config.cold_start_mode != "through" or not begun.opened.is_read_through:
         return started
     # A hit needs none of it.
     from forestage.stage.task import CopyTask
@@ -269,7 +269,7 @@ def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResu
     except Declined as why:
         # A stager that publishes takes away what a keeper of its copy needs
         # (cache/arrival_map.remove_map_files).
-        if node.cache.find(found):
+        if node.cache.find_entry(found):
             return None
         return started.saying(reason=why.reason, detail=make_printable(str(why)))
     result: OutcomeResult = "started" if job.step is None else "through"
@@ -312,12 +312,12 @@ def _find_refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) 
     try:
         # First: a registry's name must not count as a failure of the cache, which may drain the
         # node.
-        if found := bare_name.find_bare_name_refusal(job, request, limit.end.left()):
+        if found := bare_name.find_bare_name_refusal(job, request, limit.end.seconds_left()):
             return found
         SOURCE_FINDERS[request.kind].path(job, request)
         if job.hints.off:
             return Declined("off", "the job says stage=off")
-        disk_probe.check_readable(node.places, node.cache, limit.end.left())
+        disk_probe.check_readable(node.places, node.cache, limit.end.seconds_left())
         node.cache.prepare(node.config.require_mount)
         disk_errors.check_no_doubt(node.places)
     except Declined as declined:
@@ -344,7 +344,7 @@ def _check_clear_of_binds(call: ServeContext, request: Request, found: SourceIma
     if request.is_data or call.node.config.redirect == "none":
         return
     try:
-        entry = call.node.cache.read(found.key)
+        entry = call.node.cache.find_entry_by_key(found.key)
         call.bound.must_not_hold(found.path, entry.binds if entry else ())
     except Declined:
         # A Prolog does not see what a step asks for, and may have laid one.
@@ -357,6 +357,6 @@ def _choose_redirect(call: ServeContext, request: Request, found: SourceImage) -
     job, way = call.job, call.node.config.redirect
     if way == "none" or not job.saves or not request.is_redirected:
         return way
-    lease = call.node.leases.read_own(job.id, job.user.uid)
+    lease = call.node.leases.find_own_lease(job.id, job.user.uid)
     may = lease is not None and job.saves in lease.saves and job.saves != found.path
     return way if may else "none"

@@ -83,7 +83,7 @@ def make_step_deadlines(
     return msgspec.structs.replace(
         HookDeadlines.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
-        through=config.start == "through",
+        through=config.cold_start_mode == "through",
         watch=waits if tells and copy is not None else ignore_progress,
         progress=brings if tells and brings else ignore_progress,
     )
@@ -143,7 +143,7 @@ def with_identified_user(node: Node, job: Job, timeout: str) -> tuple[Job, Decli
             return job, None
     if not user.name:
         with contextlib.suppress(Failed, OSError):
-            lease = node.leases.read_own(job.id, user.uid)
+            lease = node.leases.find_own_lease(job.id, user.uid)
             if lease is not None:
                 user = msgspec.structs.replace(user, name=lease.user.name)
     if not user.name:
@@ -155,7 +155,7 @@ def with_identified_user(node: Node, job: Job, timeout: str) -> tuple[Job, Decli
 
 def with_hinted_images(noted: LeaseDirectory, job: Job) -> Job:
     """Returns the job with the images that its comment named, as its Prolog noted them."""
-    hinted = tuple(Request(path, "hint") for path in noted.hinted(job.id, job.user.uid))
+    hinted = tuple(Request(path, "hint") for path in noted.list_hinted_images(job.id, job.user.uid))
     return msgspec.structs.replace(job, requests=job.requests + hinted)
 
 
@@ -167,10 +167,10 @@ def with_prolog_notes(
     A lease that cannot be read is a refusal, unless there is one already.
     """
     job = with_hinted_images(node.leases, job)
-    job = msgspec.structs.replace(job, nodelist=node.leases.nodelist(job.id, job.user.uid))
+    job = msgspec.structs.replace(job, nodelist=node.leases.read_nodelist(job.id, job.user.uid))
     try:
-        lease = node.leases.read_own(job.id, job.user.uid)
-        said = node.leases.said(job.id, job.user.uid)
+        lease = node.leases.find_own_lease(job.id, job.user.uid)
+        said = node.leases.read_notes(job.id, job.user.uid)
     except Failed as damaged:
         return job, refusal or damaged
     except OSError as error:
@@ -197,7 +197,7 @@ def format_answer_fields(node: Node, answer: RequestResult) -> LineFields:
     facts = (found.inode, found.size, found.mtime_ns, found.ctime_ns)
     tell = "0" if node.config.user_messages == "none" else "1"
     word = "through" if answer.socket else "use"
-    place = answer.socket or node.cache.image(wanted.key)
+    place = answer.socket or node.cache.image_path(wanted.key)
     words = (str(place), found.path, *map(str, facts), tell)
     if any(map(has_control_characters, words)):
         return "leave", "bad-path"
@@ -252,10 +252,10 @@ def _make_recorded_image(
     event = {name: value for name, value in event.items() if name not in MEASURED_FIELDS}
     event["outcome"].pop("wait", None)
     return RecordedImage(
-        asked=os.path.join(job.work_dir, request.path),
+        requested_path=os.path.join(job.work_dir, request.path),
         uid=job.user.uid,
         event=msgspec.json.encode(event).decode().removeprefix("{"),
-        answer=format_answer_fields(node, answer),
+        reply_fields=format_answer_fields(node, answer),
     )
 
 
@@ -265,7 +265,7 @@ def _result_for_further_step(node: Node, first: RequestResult) -> RequestResult 
     It need not listen yet. Where nobody does in the end, the companion asks a helper.
     """
     # Not one of an earlier boot, which nobody has proven yet.
-    entry = node.cache.find(first.image) if first.image else None
+    entry = node.cache.find_entry(first.image) if first.image else None
     if entry is not None and entry.binds:  # which a helper has to look at
         return None
     if entry is not None:

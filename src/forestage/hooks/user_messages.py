@@ -78,7 +78,7 @@ def is_mount_missing(outcome: RequestOutcome) -> bool:
 
 def with_requested_messages(node: Node, job: Job) -> Node:
     """Returns the node as it is for a job whose user wants to read what happens."""
-    return node.configured(user_messages="all") if job.hints.tell else node
+    return node.with_config(user_messages="all") if job.hints.tell else node
 
 
 def write_hint_problems(node: Node, job: Job, say: "JobMessageWriter") -> None:
@@ -89,13 +89,13 @@ def write_hint_problems(node: Node, job: Job, say: "JobMessageWriter") -> None:
         contextlib.suppress(ForestageError, OSError),  # rather twice than never
         lock.held_if_writable(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT),
     ):
-        lease = node.leases.read_own(job.id, job.user.uid)
+        lease = node.leases.find_own_lease(job.id, job.user.uid)
         if (
-            lease is None or not node.leases.said(job.id, job.user.uid).say
+            lease is None or not node.leases.read_notes(job.id, job.user.uid).say
         ):  # another step was faster
             return
-        node.leases.end_hinted(job.id, job.user.uid)
-        node.leases.say(lease, say=())
+        node.leases.clear_hints_flag(job.id, job.user.uid)
+        node.leases.add_notes_and_keep_lease(lease, say=())
     for line in job.hints.problems:
         say.progress(line)
 
@@ -155,8 +155,8 @@ class JobMessageWriter:
         try:
             with lock.held_if_writable(node.cache.space_lock, leases.SHORT_LOCK_TIMEOUT):
                 lease = leases.read_or_make_lease(node, self.job)
-                told = node.leases.said(self.job.id, self.job.user.uid).told
-                node.leases.say(lease, told=True)
+                told = node.leases.read_notes(self.job.id, self.job.user.uid).told
+                node.leases.add_notes_and_keep_lease(lease, told=True)
                 return not told
         except (ForestageError, OSError):  # rather twice than never
             return True

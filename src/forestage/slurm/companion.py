@@ -46,7 +46,7 @@ def read_companion_state(mark: Path, conf: SlurmConf) -> CompanionState:
 
 def find_importer(conf: SlurmConf) -> str:
     """The program that pyxis asks for images of registries, its importer=; "" for none."""
-    found = (one.argument("importer") for one in _read_plugins(conf) if "pyxis" in one.path)
+    found = (one.find_argument("importer") for one in _read_plugins(conf) if "pyxis" in one.path)
     try:
         return next(found, "")
     except (OSError, ValueError):  # the importer imports by itself what nobody began for it
@@ -63,4 +63,4 @@ def _read_plugins(conf: SlurmConf) -> "Iterator[plugstack.PluginLine]":
     # Here: few nodes that have no companion need it.
     from forestage.slurm import plugstack
 
-    yield from plugstack.read_plugins(plugstack.find_plugstack_path(conf), conf.text)
+    yield from plugstack.read_plugins(plugstack.find_plugstack_path(conf), conf.read_text)

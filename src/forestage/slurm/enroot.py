@@ -64,20 +64,20 @@ class EnrootSetup(msgspec.Struct, frozen=True):
 
 
 class JobVariables:
-    """A job's variables; `asked` are those that somebody wanted to know, None for one not set.
+    """A job's variables; `queried` are those that somebody wanted to know, None for one not set.
 
     Where not `all_known`, one that is not in `known` may have any value.
     """
 
     def __init__(self, known: Mapping[str, str], all_known: bool) -> None:
         self._known, self._all_known = known, all_known
-        self.asked: dict[str, str | None] = {}
+        self.queried: dict[str, str | None] = {}
 
     def get(self, name: str) -> str | None:
         """A variable that is not set where nobody knows it."""
-        return self.asked.setdefault(name, self._known.get(name))
+        return self.queried.setdefault(name, self._known.get(name))
 
-    def expanded(self, text: str, pattern: re.Pattern[str] = _IN_FSTAB) -> str:
+    def expand(self, text: str, pattern: re.Pattern[str] = _IN_FSTAB) -> str:
         """The text with the values of its variables; UNKNOWN for one, and for a text without end.
 
         64 KiB of names of a variable of 128 KiB are a gigabyte.
@@ -94,14 +94,14 @@ class JobVariables:
 
 def read_enroot_setup(files: RootedTree, path: str = PATH) -> EnrootSetup:
     """Reads what the `enroot` on this PATH goes by."""
-    found = [*files.programs("enroot", path)]
+    found = [*files.list_programs("enroot", path)]
     # A wrapper calls the next one, mostly.
-    texts = (files.text(program, SCRIPT_BYTES) or "" for program in found)
+    texts = (files.read_text_or_none(program, SCRIPT_BYTES) or "" for program in found)
     match = next(filter(None, map(_SYSCONF.search, texts)), None)
     sysconf = match[1].rstrip("/") if match else ETC
     conf = f"{sysconf}/enroot.conf"
-    parts = [f"{conf}.d/{name}" for name in files.names(f"{conf}.d") if name.endswith(".conf")]
-    settings = _parse_settings(files.text(one) or "" for one in (conf, *parts))
+    parts = [f"{conf}.d/{name}" for name in files.list_names(f"{conf}.d") if name.endswith(".conf")]
+    settings = _parse_settings(files.read_text_or_none(one) or "" for one in (conf, *parts))
     return EnrootSetup((*found, "")[0], sysconf, settings, match is not None)
 
 
@@ -136,7 +136,7 @@ def find_user_folder(settings: Mapping[str, str], variables: JobVariables, home:
     if own:
         return own
     if said := settings.get("ENROOT_CONFIG_PATH"):
-        said = variables.expanded(said, _VARIABLE)
+        said = variables.expand(said, _VARIABLE)
         return UNKNOWN if set(said) & set("$`\\~") else said
     return f"{variables.get('XDG_CONFIG_HOME') or f'{home}/.config'}/enroot"
 
@@ -158,10 +158,10 @@ def list_plain_binds(text: str) -> Iterator[tuple[int, str]]:
 
 def list_site_binds(files: RootedTree, found: EnrootSetup) -> Iterator[FstabBind]:
     """What the site has all containers bind."""
-    for name in files.names(found.mounts):
+    for name in files.list_names(found.mounts):
         if name.endswith(".fstab"):
             file = f"{found.mounts}/{name}"
-            for number, source in list_plain_binds(files.text(file) or ""):
+            for number, source in list_plain_binds(files.read_text_or_none(file) or ""):
                 yield FstabBind(file, number, source)
 
 

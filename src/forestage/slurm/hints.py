@@ -107,13 +107,13 @@ UNKNOWN_NODE_INDEX = NodeIndex()
 class JobHints(msgspec.Struct, frozen=True):
     """What the user says to us. `wait` is in seconds; `problems` are sentences for the user.
 
-    `wanted` has each request once. `room` is the size of the job's own directory in bytes, `ram`
+    `requests` has each request once. `room` is the size of the job's own directory in bytes, `ram`
     whether that lies in memory; `listed` is the file of stage-list=. `tell`: they want to read what
     happened. `options` are the words that were given as options, `ignored` those of them that the
     comment has as well. `words` are those that features read themselves, each with its value.
     """
 
-    wanted: tuple[Request, ...] = ()
+    requests: tuple[Request, ...] = ()
     off: bool = False
     wait: float | None = None
     problems: tuple[str, ...] = ()
@@ -128,12 +128,12 @@ class JobHints(msgspec.Struct, frozen=True):
     @property
     def paths(self) -> tuple[str, ...]:
         """The images."""
-        return tuple(one.path for one in self.wanted if not one.is_data)
+        return tuple(one.path for one in self.requests if not one.is_data)
 
     @property
     def data(self) -> tuple[Request, ...]:
         """What is more than an image."""
-        return tuple(one for one in self.wanted if one.is_data)
+        return tuple(one for one in self.requests if one.is_data)
 
     @property
     def has_data(self) -> bool:
@@ -156,7 +156,7 @@ class _HintParser:
         self.problems: list[str] = []
         self.words: list[tuple[str, str]] = []
 
-    def options(self, text: str) -> tuple[str, ...]:
+    def parse_options(self, text: str) -> tuple[str, ...]:
         """Reads the words of an option's variable; returns their names."""
         if len(text) > MAX_OPTION_CHARS:
             self.problems.append(f"{OF_OPTION}stage: longer than {MAX_OPTION_CHARS} characters")
@@ -176,7 +176,7 @@ class _HintParser:
                 self.problems.append(f"{OF_OPTION}{_format_option(name, value)}: {error}")
         return tuple(dict.fromkeys(name for name, _, _ in found if name in OPTIONS))
 
-    def comment(self, tokens: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
+    def parse_comment(self, tokens: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
         """Reads the words of a comment; returns those that do not count beside the options."""
         ignored: list[str] = []
         for token in tokens:
@@ -220,8 +220,8 @@ def parse_hints(comment: str, rank: NodeIndex = UNKNOWN_NODE_INDEX, option: str 
     `option` are the words that were given as options, each on a line.
     """
     tokens, reading = comment.replace(";", " ").split(), _HintParser(rank)
-    options = reading.options(option) if option else ()
-    ignored = reading.comment(tokens, options)
+    options = reading.parse_options(option) if option else ()
+    ignored = reading.parse_comment(tokens, options)
     problems = reading.problems
     unique = tuple(dict.fromkeys(reading.wanted))
     images = tuple(one for one in unique if not one.is_data)
@@ -231,7 +231,7 @@ def parse_hints(comment: str, rank: NodeIndex = UNKNOWN_NODE_INDEX, option: str 
             by = f"{OF_OPTION}stage" if "stage" in options else "stage="
             problems.append(f"{by} names {len(kind)} {what}, the first {MAX_HINTED_PATHS} are read")
     return JobHints(
-        wanted=(*images[:MAX_HINTED_PATHS], *data[:MAX_HINTED_PATHS]),
+        requests=(*images[:MAX_HINTED_PATHS], *data[:MAX_HINTED_PATHS]),
         problems=tuple(make_printable(problem) for problem in problems[:MAX_PROBLEMS]),
         options=options,
         ignored=ignored,

@@ -37,8 +37,8 @@ class Job(msgspec.Struct, frozen=True):
     requeued, and `start` is when this run of it began, in seconds since the epoch; 0 in a step, and
     a start with a Slurm before 23.02. `waited` are the seconds that its Prolog noted for a step's
     user, `manager` is the pid of the step's manager; 0 in a Prolog.
-    `expected` and `stay` are of no job, but stand for those that wait for a node, and may never
-    come: since when they are expected, in seconds since the epoch, and keys that stay.
+    `expected` and `keys_to_keep` are of no job, but stand for those that wait for a node, and may
+    never come: since when they are expected, in seconds since the epoch, and keys that stay.
     `variables` are the step's environment, None where nobody says it; `path` is on which PATH
     programs are looked for that Slurm starts.
     """
@@ -63,10 +63,10 @@ class Job(msgspec.Struct, frozen=True):
     variables: Mapping[str, str] | None = None
     path: str = PATH
     expected: float = 0.0
-    stay: frozenset[str] = frozenset()
+    keys_to_keep: frozenset[str] = frozenset()
 
     @property
-    def rank(self) -> NodeIndex:
+    def node_index(self) -> NodeIndex:
         """Which of the job's nodes this is; as Slurm named them to the Prolog."""
         return _find_node_index(self.nodelist, self.node)
 
@@ -95,7 +95,7 @@ class Job(msgspec.Struct, frozen=True):
         hints = parse_hints(comment, rank, option)
         image = environ.get(IMAGE_OPTION, "")
         from_option = (Request(image, "option"),) if image else ()
-        hinted = tuple(one for one in hints.wanted if not one.is_data and one.path != image)
+        hinted = tuple(one for one in hints.requests if not one.is_data and one.path != image)
         return cls(
             id=_parse_number(environ, "SLURM_JOB_ID"),
             user=_parse_user(environ),

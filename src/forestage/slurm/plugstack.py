@@ -24,20 +24,20 @@ class IncludeLine(ConfLine, frozen=True, gc=False):
 class PluginLine(ConfLine, frozen=True, gc=False):
     """A line that names a plugin; `path` may be a file's name alone.
 
-    `by` is the line that includes its file; None in plugstack.conf itself.
+    `included_by` is the line that includes its file; None in plugstack.conf itself.
     """
 
     path: str
     required: bool
     arguments: tuple[str, ...]
-    by: IncludeLine | None = None
+    included_by: IncludeLine | None = None
 
-    def words(self, *more: str) -> str:
+    def format_line(self, *more: str) -> str:
         """The line, with more arguments at its end."""
         kind = "required" if self.required else "optional"
         return " ".join((kind, self.path, *self.arguments, *more))
 
-    def argument(self, name: str) -> str:
+    def find_argument(self, name: str) -> str:
         """What `name=` is set to; of several the last one, "" for none."""
         values = [a.partition("=")[2] for a in self.arguments if a.startswith(f"{name}=")]
         return values[-1] if values else ""

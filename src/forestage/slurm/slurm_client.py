@@ -55,68 +55,68 @@ def read_own_node_name(environ: Mapping[str, str]) -> str:
 class SlurmClient(NamedTuple):
     """How Slurm is asked. `path` is where its commands are looked for, `conf` SLURM_CONF or "".
 
-    `bound`: pyslurm is asked before them. It has $SLURM_CONF from this process. `node` is this one,
-    as Slurm names it where that is known, else its host's name.
+    `uses_pyslurm`: pyslurm is asked before them. It has $SLURM_CONF from this process. `node` is
+    this one, as Slurm names it where that is known, else its host's name.
     """
 
     path: str
     conf: str = ""
     proc: Path = Path("/proc")
-    bound: bool = False
+    uses_pyslurm: bool = False
     node: str = ""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "SlurmClient":
+    def from_environ(cls, environ: Mapping[str, str]) -> "SlurmClient":
         """As who calls has it, with the usual directories behind it."""
         path = ":".join(filter(None, (environ.get("PATH", ""), run.PATH)))
         return cls(path, environ.get("SLURM_CONF", ""), node=read_own_node_name(environ))
 
-    def bind(self) -> "SlurmClient":
+    def with_pyslurm(self) -> "SlurmClient":
         """Asks pyslurm first where the installed one fits this release of Slurm."""
         with contextlib.suppress(SlurmError):
             if pyslurm.find_installed_version():
                 return self._replace(
-                    bound=pyslurm.is_compatible(self._ask("squeue", "--version").out)
+                    uses_pyslurm=pyslurm.is_compatible(self._run_in_time("squeue", "--version").out)
                 )
         return self
 
-    def job(self, job: int) -> JobState | None:
+    def find_job(self, job: int) -> JobState | None:
         """What becomes of a job; None: Slurm does not know it any more.
 
         Raises SlurmError where there is no answer, or one that may mean anything.
         """
-        if self.bound:
+        if self.uses_pyslurm:
             told = pyslurm.find_job(job, TIMEOUT)
             if told is not None:
                 return JobState(told.state, told.nodes) if told.known else None
         # --local: a job of another cluster of the federation may have the same number.
-        ran = self._ask(
+        ran = self._run_in_time(
             "squeue", "--noheader", "--local", "--states=all", "--format=%A|%T|%N", f"--jobs={job}"
         )
         if ran.code == 1 and ran.err.rstrip().endswith(UNKNOWN_JOB) and not ran.out:
             return None
         if ran.code != 0:
-            raise SlurmError(ran.explained())
+            raise SlurmError(ran.format_ending())
         return parse_job_state(ran.out, job)
 
-    def knows_node(self, node: str) -> bool:
+    def has_node(self, node: str) -> bool:
         """Whether this Slurm has such a node. Raises SlurmError where it does not answer."""
-        if self.bound:
+        if self.uses_pyslurm:
             told = pyslurm.find_node(node, TIMEOUT)
             if told is not None:
                 return told.known
-        ran = self._ask("scontrol", "--oneliner", "show", "node", node)
+        ran = self._run_in_time("scontrol", "--oneliner", "show", "node", node)
         if ran.code == 0:
             return f"NodeName={node} " in ran.out
         if f"Node {node} not found" in ran.out + ran.err:
             return False
-        raise SlurmError(ran.explained())
+        raise SlurmError(ran.format_ending())
 
-    def at_work(self) -> frozenset[int]:
+    def list_jobs_with_steps(self) -> frozenset[int]:
         """The jobs that have a step on this node: known without asking anybody."""
-        return frozenset(self.managers().values())
+        return frozenset(self.list_step_managers().values())
 
-    def managers(self) -> dict[int, int]:
+    def list_step_managers(self) -> dict[int, int]:
         """The step managers (slurmstepd) of this node by their pids, each with its job."""
         found = {}
         for process, title in processes.list_root_processes(self.proc):
@@ -125,7 +125,7 @@ class SlurmClient(NamedTuple):
                 found[int(process.name)] = int(manager[1])
         return found
 
-    def command(
+    def run_command(
         self,
         words: Sequence[str],
         stop: threading.Event | None = None,
@@ -138,32 +138,32 @@ class SlurmClient(NamedTuple):
         `variables` are its own, beside SLURM_CONF. `most` as in `run.run_program`. Raises
         SlurmError, Failed.
         """
-        argv = [self.program(words[0]), *words[1:]]
+        argv = [self.locate_command(words[0]), *words[1:]]
         given = {"SLURM_CONF": self.conf} if self.conf else {}
         given.update(variables or {})
-        return run.run_program(argv, stop=stop, timeout=limit, variables=given, most=most)
+        return run.run_program(argv, stop=stop, timeout=limit, variables=given, max_bytes=most)
 
     def query(
         self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
     ) -> str:
         """Return what one of Slurm's commands prints, in time. Raises SlurmError if it fails."""
-        ran = self._ask(*words, variables=variables, most=most)
+        ran = self._run_in_time(*words, variables=variables, most=most)
         if ran.code != 0:
-            raise SlurmError(ran.explained())
+            raise SlurmError(ran.format_ending())
         return ran.out
 
-    def program(self, name: str) -> str:
+    def locate_command(self, name: str) -> str:
         """Where one of Slurm's commands is. Raises SlurmError."""
         there = shutil.which(name, path=self.path)
         if there is None:
             raise SlurmError(f"{name} is not installed", "its directory belongs into PATH")
         return there
 
-    def _ask(
+    def _run_in_time(
         self, *words: str, variables: Mapping[str, str] | None = None, most: int | None = None
     ) -> run.ProcessResult:
         """How one of Slurm's commands ended, in time. Raises SlurmError."""
-        ran = self.command(words, limit=TIMEOUT, variables=variables, most=most)
+        ran = self.run_command(words, limit=TIMEOUT, variables=variables, most=most)
         if ran.code < 0:
             raise SlurmError(f"{words[0]} did not end within {TIMEOUT:.0f} s")
         return ran

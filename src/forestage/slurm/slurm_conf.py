@@ -82,9 +82,9 @@ class SlurmConf:
         self.named = named
         self.files = RecordingTree()
 
-    def text(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         """Return what one of Slurm's files holds, and note the file. Raises OSError."""
-        self.files.note(path)
+        self.files.record_path(path)
         return read_conf_text(path)
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class SlurmConf:
     @functools.cached_property
     def values(self) -> dict[str, str]:
         """The value that counts for each name. Raises OSError, ValueError."""
-        return {one.name: one.value for one in read_settings(self.path, self.text)}
+        return {one.name: one.value for one in read_settings(self.path, self.read_text)}
 
 
 def read_settings(path: str, text: ReadText) -> Iterator[ConfSetting]:

@@ -22,11 +22,11 @@ _RELEASE = re.compile(r"\b([0-9]{2})\.([0-9]{1,2})\b", re.ASCII)
 def find_slurm_release(files: RootedTree, plugin_folders: Iterable[str]) -> str:
     """The release of this node's slurmd, "" where that cannot be told. Runs it."""
     beside = [f"{one.partition('/lib')[0]}/sbin/slurmd" for one in plugin_folders]
-    program = files.program("slurmd") or next(filter(files.runs, beside), "")
+    program = files.find_program("slurmd") or next(filter(files.is_executable, beside), "")
     if not program:
         return ""
     try:
-        ran = run.run_program([str(files.at(program)), "-V"], timeout=TIMEOUT)
+        ran = run.run_program([str(files.host_path(program)), "-V"], timeout=TIMEOUT)
     except (Failed, OSError):
         return ""
     return parse_release(ran.out) if ran.code == 0 else ""

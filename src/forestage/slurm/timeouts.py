@@ -24,16 +24,16 @@ _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for 
 
 
 class HookTimeLimits(msgspec.Struct, frozen=True):
-    """Seconds. Beyond `drains` Slurm kills the Prolog and drains the node, and beyond `epilog` the
-    Epilog; beyond `hurts`, which is never above `drains`, it may lose the job. None: Slurm sets no
-    such limit."""
+    """Seconds. Beyond `node_drained_after` Slurm kills the Prolog and drains the node, and beyond `epilog_killed_after` the
+    Epilog; beyond `job_lost_after`, which is never above `node_drained_after`, it may lose the job.
+    None: Slurm sets no such limit."""
 
-    drains: float | None
-    hurts: float
-    epilog: float | None = None
+    node_drained_after: float | None
+    job_lost_after: float
+    epilog_killed_after: float | None = None
 
 
-UNKNOWN = HookTimeLimits(drains=None, hurts=SAFE)
+UNKNOWN = HookTimeLimits(node_drained_after=None, job_lost_after=SAFE)
 
 
 def compute_limits(conf: dict[str, str]) -> HookTimeLimits:
@@ -62,7 +62,7 @@ def compute_limits(conf: dict[str, str]) -> HookTimeLimits:
 def prolog_budget(limit: HookTimeLimits, wish: float | None) -> float:
     """Pure: seconds a Prolog may take. Whoever wishes, a job must not be lost for it; None wishes
     for all there is."""
-    return limit.hurts if wish is None else min(wish, limit.hurts)
+    return limit.job_lost_after if wish is None else min(wish, limit.job_lost_after)
 
 
 def step_budget(wish: float, timeout: str) -> float:

@@ -49,15 +49,15 @@ class FileSource(msgspec.Struct, frozen=True):
         clock = self.node.clock
         clock.sleep(source.seconds_to_settle(self.opened.image, clock.wall()))
         content = source.open_source(self.opened)
-        self._must_have_no_writer()
+        self._check_no_writer()
         return content
 
-    def must_be_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises Declined unless the open file and what the path leads to now are as before.
 
         And where somebody has begun to write: their next bytes need no other times.
         """
-        self._must_have_no_writer()
+        self._check_no_writer()
         wanted, config = self.opened.image, self.node.config
         known = (wanted.identity, wanted.access)
         source.check_same_file(self.opened)
@@ -77,7 +77,7 @@ class FileSource(msgspec.Struct, frozen=True):
             why = found.image and source.explain_difference(wanted.identity, found.image.identity)
             raise source.declined_as_changed(wanted.path, why or "")
 
-    def _must_have_no_writer(self) -> None:
+    def _check_no_writer(self) -> None:
         fd, path = self.opened.fd, self.opened.image.path
         source.check_no_writer(fd, path)
         source.check_no_writer_below(fd, path)

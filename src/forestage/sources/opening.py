@@ -41,9 +41,9 @@ def open_as_user(
     sources: Iterable[str],
     caches: KnownCaches | None,
     timeout: float,
-    copied_head: Callable[[SourceImage], bytes] | None = None,
+    read_copy_head: Callable[[SourceImage], bytes] | None = None,
     services: Mapping[str, str] | None = None,
-    is_new: Callable[[SourceImage], bool] | None = None,
+    is_not_in_cache: Callable[[SourceImage], bool] | None = None,
 ) -> tuple[PathFacts, socket.socket]:
     """Opens `path` as the user, binds from `caches` out of sight; with None, what shows.
 
@@ -65,16 +65,20 @@ def open_as_user(
                     found, fds = _open_and_inspect(path, tuple(sources), caches, services or {})
                 # What this process has taken off for itself is on the node still.
                 found = msgspec.structs.replace(found, is_bound=found.is_bound or is_covered)
-                if copied_head is not None and found.image is not None:
-                    head = copied_head(found.image)
+                if read_copy_head is not None and found.image is not None:
+                    head = read_copy_head(found.image)
                     head = head if source_image.is_squashfs(head) else _read_head(fds[0], user)
                     found = msgspec.structs.replace(
                         found,
                         head=head,
-                        listed=_can_list_directory(found.path, user),
-                        written=writers.has_writer(fds[0], found.path),
+                        is_listable=_can_list_directory(found.path, user),
+                        has_writer=writers.has_writer(fds[0], found.path),
                     )
-                elif is_new is not None and found.image is not None and is_new(found.image):
+                elif (
+                    is_not_in_cache is not None
+                    and found.image is not None
+                    and is_not_in_cache(found.image)
+                ):
                     found = msgspec.structs.replace(found, head=_read_head(fds[0], user))
                 return found, fds
             except _CoveredByRedirect as covered:
@@ -110,7 +114,7 @@ def _open_and_inspect(
     # Once the path is open, as a table from before may lack a bind that it led to: then its bytes
     # would pass for the source's. One reading tells all: the mount of an open file never changes.
     table = mounts.list_mounts() if caches else []
-    binds = caches.find_binds(table) if caches else []
+    binds = caches.list_binds(table) if caches else []
     number = mounts.read_mount_id(handle) if binds else None
     if any(bind.mount.id == number for bind in binds):
         raise _CoveredByRedirect(handle)
@@ -222,7 +226,7 @@ def open_image_for_hook(user: User, path: str, node: Node, end: Deadline) -> Ite
     is declined next must not read outdated bytes. Raises Declined, Failed, OSError.
     """
     caches = origins.read_known_caches(node.cache)
-    limit = min(HOOK_TIMEOUT, end.left())
+    limit = min(HOOK_TIMEOUT, end.seconds_left())
     binds = node.config.redirect == "bind"
     head = functools.partial(_read_copy_head, node.cache) if binds else None
     sources, services = node.config.staged_from, node.config.user_mounts
@@ -258,7 +262,7 @@ def open_image_for_hook(user: User, path: str, node: Node, end: Deadline) -> Ite
             key = found.image.key if found.image else ""
             redirect.unmount_stale_binds(node.cache, frozenset((path, found.path)), key, user, end)
         judged = source_image.check_image(found, node.config.max_image_size)
-        part.check_chunk_count(judged, node.config.chunk_of(judged.size))
+        part.check_chunk_count(judged, node.config.chunk_bytes_for(judged.size))
         if binds:
             source_image.check_node_redirect(found)
         source_image.check_not_truncated(found)
@@ -271,7 +275,7 @@ class _FileServer(msgspec.Struct, frozen=True):
     point: str
     file: Path
 
-    def ask(self, at: Callable[[str], None]) -> None:
+    def probe(self, at: Callable[[str], None]) -> None:
         at("server")
         os.statvfs(self.point)  # stat(2) may be answered by a cache
 
@@ -279,7 +283,7 @@ class _FileServer(msgspec.Struct, frozen=True):
 def start_server_probe(places: NodePaths, path: str) -> None:
     """Has one process ask the server of a path that hung: who comes next need not wait as well."""
     if server := _find_file_server(places, path):
-        probe.start_probe(server.file, server.ask)
+        probe.start_probe(server.file, server.probe)
 
 
 def find_server_hang(places: NodePaths, path: str) -> str:
@@ -301,7 +305,7 @@ def _find_file_server(places: NodePaths, path: str) -> _FileServer | None:
     under = mounts.find_mount_of_path(
         [mount for mount in mounts.list_mounts() if mount.point != plain], plain
     )
-    if under is None or under.fuse_user:
+    if under is None or under.fuse_owner_uid:
         return None
     name = f"{SERVER}{under.device.replace(':', '-')}"
     return _FileServer(under.point, places.probes / name)
@@ -319,16 +323,16 @@ def _check_server_answers(places: NodePaths, path: str) -> None:
 def _is_not_in_cache(cache: Cache, wanted: SourceImage) -> bool:
     """Whether nothing is here of an image: a hit reads nothing of its source."""
     with contextlib.suppress(OSError):
-        return cache.find(wanted) is None
+        return cache.find_entry(wanted) is None
     return False
 
 
 def _read_copy_head(cache: Cache, wanted: SourceImage) -> bytes:
     """Returns the first bytes of the image's entry; b"" if there is none that can be read."""
     try:
-        if cache.find(wanted) is None:
+        if cache.find_entry(wanted) is None:
             return b""
-        with open_copy(cache.image(wanted.key)) as copy:
+        with open_copy(cache.image_path(wanted.key)) as copy:
             return copy.read(source_image.SUPERBLOCK)
     except OSError:
         return b""
@@ -336,7 +340,7 @@ def _read_copy_head(cache: Cache, wanted: SourceImage) -> bytes:
 
 def _find_visible_path(user: User, path: str, node: Node, end: Deadline) -> str:
     """Returns what the user opens by this path as it is now, redirects and all; "" for nothing."""
-    limit = min(HOOK_TIMEOUT, end.left())
+    limit = min(HOOK_TIMEOUT, end.seconds_left())
     try:
         found, line = open_as_user(path, user, node.config.staged_from, None, limit)
     except OSError:

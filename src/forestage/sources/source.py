@@ -43,8 +43,8 @@ class ReadableSource(msgspec.Struct, frozen=True):
     """An open source as the engines read it; `direct` is the same file past the page cache.
 
     Of a directory `buffered` has no bytes: `read` fills memory with what begins at an offset, and
-    `chunks` says of its chunks, of so many bytes each, what is known of holes. The first `own`
-    bytes are what this node has made itself: no other node is asked for them.
+    `map_chunks` says of its chunks, of so many bytes each, what is known of holes. The first
+    `local_bytes` bytes are what this node has made itself: no other node is asked for them.
     """
 
     buffered: int
@@ -52,8 +52,8 @@ class ReadableSource(msgspec.Struct, frozen=True):
     size: int  # bytes
     path: str = ""  # for messages only
     read: Callable[[int, memoryview], None] | None = None
-    own: int = 0
-    chunks: Callable[[int], ChunkMap] | None = None
+    local_bytes: int = 0
+    map_chunks: Callable[[int], ChunkMap] | None = None
 
 
 class Source(Protocol):
@@ -68,7 +68,7 @@ class Source(Protocol):
     def open(self) -> ReadableSource:
         """Returns it as the engines read it, once a further change would show. Raises Declined."""
 
-    def must_be_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises Declined unless all of it is what it was, and nobody writes to it."""
 
 
@@ -94,33 +94,33 @@ class SourceUnreadable(Declined):
 class OpenImage(msgspec.Struct, frozen=True):
     """An image and its source, opened with the user's rights; the caller closes it.
 
-    A hook holds the source only as `line`, a socket in which the descriptor waits
+    A hook holds the source only as `descriptor_socket`, a socket in which the descriptor waits
     (as_user.run_in_child_with_socket): a close(2) that hangs with the file server must not hang the
-    hook. The stager receives it as `fd`. `other` is a source that is no file; then `fd` is -1, or
-    what that one needs open.
+    hook. The stager receives it as `fd`. `other_source` is a source that is no file; then `fd` is
+    -1, or what that one needs open.
     """
 
     image: SourceImage
     user: User
     fd: int
-    line: socket.socket | None = None
-    other: Source | None = None
+    descriptor_socket: socket.socket | None = None
+    other_source: Source | None = None
 
     @property
     def is_read_through(self) -> bool:
         """Whether jobs may read through its copy, while that is made."""
-        return self.other is None or self.other.is_read_through
+        return self.other_source is None or self.other_source.is_read_through
 
-    def received(self) -> "OpenImage":
+    def with_descriptor(self) -> "OpenImage":
         """Returns the same with the source as a descriptor of this process."""
-        if self.line is None:
+        if self.descriptor_socket is None:
             return self
-        fd = as_user.receive_descriptors(self.line)[0]
-        return OpenImage(self.image, self.user, fd, other=self.other)
+        fd = as_user.receive_descriptors(self.descriptor_socket)[0]
+        return OpenImage(self.image, self.user, fd, other_source=self.other_source)
 
     def close(self) -> None:
-        if self.line is not None:
-            self.line.close()
+        if self.descriptor_socket is not None:
+            self.descriptor_socket.close()
         elif self.fd >= 0:
             os.close(self.fd)
 
@@ -161,7 +161,7 @@ def open_source(opened: OpenImage) -> ReadableSource:
     # Once for the whole copy: each question may be one for the file server.
     chunks = functools.cache(functools.partial(allocation.map_chunks, opened.fd, size))
     direct = _recheck_source(opened, past_cache=True)
-    return ReadableSource(opened.fd, direct, size, opened.image.path, chunks=chunks)
+    return ReadableSource(opened.fd, direct, size, opened.image.path, map_chunks=chunks)
 
 
 def check_no_writer(fd: int, path: str) -> None:

@@ -169,9 +169,9 @@ class ChunkCopy:
         self.shared: list[_SharedChunk] = []
         self.spare: list[memoryview] = []  # what shared chunks were in: new memory costs as reading
         self.ahead = -1  # the chunk behind the one that was wanted last
-        missing = list_missing_chunks(part.digests(), source.size, tuning.chunk)
+        missing = list_missing_chunks(part.read_digests(), source.size, tuning.chunk)
         count = chunk_count(source.size, tuning.chunk)
-        self.hot = part.hot_chunks(tuning.chunk)
+        self.hot = part.list_hot_chunks(tuning.chunk)
         self.todo = OrderedDict.fromkeys(order_chunks(missing, count, self.hot))
         for number in set(range(count)).difference(missing) if readers else ():
             self._has(number)
@@ -183,7 +183,7 @@ class ChunkCopy:
 
     def bring_holes(self) -> None:
         """Brings all chunks that are known to hold no data; what is left to do may have some."""
-        for number in [number for number in self.todo if number not in self.known.read]:
+        for number in [number for number in self.todo if number not in self.known.to_read]:
             if self.ends():
                 return
             del self.todo[number]
@@ -204,7 +204,7 @@ class ChunkCopy:
             raise self.errors[0]
         if self.stop.is_set():
             raise CopyStopped
-        left = list_missing_chunks(self.part.digests(), self.source.size, self.tuning.chunk)
+        left = list_missing_chunks(self.part.read_digests(), self.source.size, self.tuning.chunk)
         if left:  # a thread that died of something unforeseen
             raise Failed("copy", f"{len(left)} chunks are missing after the copy")
 
@@ -224,7 +224,7 @@ class ChunkCopy:
                     self._take_piece()
                     continue
                 with self.lock:
-                    number = self._first(self.readers.wanted() if self.readers else ())
+                    number = self._first(self.readers.list_wanted() if self.readers else ())
                 if number is None:
                     return
                 self.note(number, self.take(number, buffer, self._write_right))
@@ -239,7 +239,7 @@ class ChunkCopy:
 
     def is_served(self) -> bool:
         """Whether jobs read the image while it is copied."""
-        return self.readers is not None and self.readers.served()
+        return self.readers is not None and self.readers.is_served()
 
     def _first(self, wanted: Sequence[int]) -> int | None:
         """Takes the next chunk off the list, under the lock."""
@@ -279,7 +279,7 @@ class ChunkCopy:
 
     def _most_wanted(self) -> _SharedChunk | None:
         """The chunk to go on with; None: all of them are being read to their end."""
-        wanted = self.readers.wanted() if self.readers else []
+        wanted = self.readers.list_wanted() if self.readers else []
         left = [chunk for chunk in self.shared if chunk.todo]
         left.sort(key=lambda chunk: not self.is_urgent(chunk.number))
         new = next((number for number in wanted if number in self.todo), None)
@@ -299,7 +299,7 @@ class ChunkCopy:
 
     def is_urgent(self, number: int) -> bool:
         """Whether a job waits for this chunk: then neither `bandwidth` nor reads hold it up."""
-        return self.readers is not None and number in self.readers.wanted((NOW,))
+        return self.readers is not None and number in self.readers.list_wanted((NOW,))
 
     def _may_read(self) -> bool:
         alone = self._is_start() and self.gentle.locked()
@@ -314,7 +314,7 @@ class ChunkCopy:
             return False
         now = time.monotonic_ns()
         self.start_ends = min(self.start_ends, now + START_NS)
-        return now < self.start_ends and not self.readers.wanted((NOW,))
+        return now < self.start_ends and not self.readers.list_wanted((NOW,))
 
     def _is_source_busy(self, calm_ns: int) -> bool:
         """Whether a job has read the source within so many ns, or is about to start.
@@ -324,10 +324,10 @@ class ChunkCopy:
         """
         if self.readers is None:
             return False
-        if self.readers.reading(time.monotonic_ns(), calm_ns):
+        if self.readers.has_recent_source_read(time.monotonic_ns(), calm_ns):
             return True
         early = self.tuning.through and time.monotonic() < self.began + EARLY
-        return early and self.readers.unread() and not self.part.is_waited_for(time.time())
+        return early and self.readers.is_unread() and not self.part.is_waited_for(time.time())
 
     def _yields(self) -> bool:
         """Whether a job reads the source, and so the copy does not; but a little it always does."""
@@ -390,23 +390,23 @@ class ChunkCopy:
     def _has(self, number: int) -> None:
         """Tells the readers that the bytes of a chunk are right."""
         if self.readers is not None:
-            self.readers.arrived(*self.span(number))
-            self.readers.got(number)
+            self.readers.mark_arrived(*self.span(number))
+            self.readers.clear_wanted(number)
 
     def forget(self, number: int) -> None:
         """Tells the readers that the bytes of a chunk may change from now on."""
         if self.readers is not None:
-            self.readers.forget(number)
+            self.readers.clear_arrived(number)
 
     def _write_right(self, start: int, data: memoryview) -> None:
         """Writes what came from the source itself: jobs may read it at once."""
         self.write(start, data)
         if self.readers is not None:
-            self.readers.arrived(start, len(data))
+            self.readers.mark_arrived(start, len(data))
 
     def write(self, start: int, data: memoryview) -> None:
         """Writes a piece; zeros where holes are likely become one."""
-        if start // self.tuning.chunk in self.known.sparse and source_reader.is_zero(data):
+        if start // self.tuning.chunk in self.known.likely_sparse and source_reader.is_zero(data):
             allocation.punch_hole(self.image, start, len(data))
             return
         whole = 0

@@ -146,7 +146,7 @@ def wait_for_slot(node: Node, key: str, owner: PartRecord, stop: threading.Event
             with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 if _choose_turn_now(node, key) == "go":  # nobody took the place in between
                     owner = msgspec.structs.replace(owner, placed=True)
-                    node.cache.part(key).write_owner(owner)
+                    node.cache.part(key).write_record(owner)
                     return owner
         if stop.wait(POLL):
             raise CopyStopped
@@ -160,7 +160,7 @@ def _choose_turn_now(node: Node, key: str) -> CopyTurn:
 
 def slots_per_user(config: Config) -> int:
     """Pure: how many of the places the copies get that one user's jobs need."""
-    return max(1, config.max_user_share.of(config.max_copies))
+    return max(1, config.max_user_share.resolve_bytes(config.max_copies))
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def wait_for_expected_copies(node: Node) -> bool:
     """
     end = Deadline.after(LETS_GO, node.clock)
     found = False
-    while any(one.expected and one.begun for one in list_live_copies(node)) and end.left():
+    while any(one.expected and one.begun for one in list_live_copies(node)) and end.seconds_left():
         found = True
         node.clock.sleep(POLL)
     return found
@@ -220,7 +220,7 @@ def has_job_begun_recently(node: Node) -> bool:
 
     One that began before a copy and after its pass has looked for jobs ends the copy as well.
     """
-    found = files.lstat_or_none(node.places.called("prolog"))
+    found = files.lstat_or_none(node.places.hook_call_mark("prolog"))
     return found is not None and abs(node.clock.wall() - found.st_mtime) < CALLED
 
 
@@ -235,10 +235,10 @@ def list_live_copies(node: Node, own: str = "") -> list[QueuedCopy]:
     found = []
     for directory in node.cache.parts.iterdir():
         part, key = Part(directory), directory.name
-        owner = part.owner()
+        owner = part.find_record()
         if (
             owner is None
-            or (owner.placed and part.stood_still(now) > STALLED_AFTER)
+            or (owner.placed and part.idle_seconds(now) > STALLED_AFTER)
             or owner.boot != boot_id()
             or (key != own and lock.is_free(node.cache.key_lock(key)))
         ):
@@ -256,7 +256,7 @@ def list_live_copies(node: Node, own: str = "") -> list[QueuedCopy]:
 def _find_leased_keys(node: Node) -> frozenset[str] | None:
     """The keys that jobs need; None where a lease cannot be read, and may name any."""
     try:
-        return node.leases.keys()
+        return node.leases.leased_keys()
     except (Failed, OSError):
         return None
 

@@ -53,7 +53,7 @@ def ensure_copy_started(node: Node, job: Job, opened: OpenImage) -> "Iterator[St
 
     The copy is not waited for: its stager outlives the hook from now on. Raises OSError.
     """
-    if node.cache.find(opened.image) is not None:
+    if node.cache.find_entry(opened.image) is not None:
         yield None
         return
     with _start_stager(node, job, opened) as channel:
@@ -89,7 +89,7 @@ def wait_for_copy(
         while True:
             end = _wait_for_stager(eta, _make_poll(copying, node, opened.image))
             message = end.message
-            if node.cache.find(opened.image) is not None:
+            if node.cache.find_entry(opened.image) is not None:
                 found = message is not None and message.state == "found"
                 return "copied" if end.own and not found else "joined"
             if message is not None and message.state == "failed":
@@ -131,7 +131,7 @@ def _make_poll(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll
             node.clock.sleep(seconds)
             free = lock.is_free(node.cache.key_lock(wanted.key))
             return StagerEnd(own=False) if free else None
-        message = channel.recv(seconds)
+        message = channel.receive_message(seconds)
         is_other = message is not None and message.state == "busy"
         if message is None or message.state in ("started", "busy"):
             return None
@@ -144,7 +144,7 @@ def _wait_for_stager(eta: "CopyEstimate", poll: Poll) -> StagerEnd:
     """Waits for a stager's end. Raises Declined once that cannot come in time."""
     seconds = FIRST_PAUSE
     while not eta.hopeless():
-        end = poll(min(seconds, eta.deadline.left()))
+        end = poll(min(seconds, eta.deadline.seconds_left()))
         if end is not None:
             return end
         seconds = min(LONGEST_PAUSE, seconds * 1.3)
@@ -186,11 +186,11 @@ class CopyEstimate:
         Also once the copy has begun, where that is all that is waited for.
         """
         self.watch(self.progress)
-        left = self.deadline.left()
+        left = self.deadline.seconds_left()
         if left == 0.0:
             return True
-        self.part.note_waiting(self.clock.wall())
-        owner = self.node.cache.stager(self.key)
+        self.part.mark_waited_for(self.clock.wall())
+        owner = self.node.cache.find_stager(self.key)
         if owner is None or (owner.expected and self.leased):
             return False  # the job's own comes, which has no `prefetch.bandwidth`
         if owner.phase == "queued":
@@ -201,7 +201,7 @@ class CopyEstimate:
         took = self.clock.monotonic() - owner.began
         if took < OBSERVE:
             return False
-        self.done = self.part.copied(owner)
+        self.done = self.part.copied_bytes(owner)
         self.needs = _estimate_seconds_left(owner, self.done, took)
         return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
 
@@ -220,11 +220,11 @@ class CopyEstimate:
     def _left(self, key: str) -> float | None:
         """Seconds that another copy needs, at its rate so far."""
         part = self.node.cache.part(key)
-        owner = part.owner()
+        owner = part.find_record()
         took = self.clock.monotonic() - owner.began if owner else 0.0
         if owner is None or owner.phase != "copying" or took < OBSERVE:
             return None
-        return _estimate_seconds_left(owner, part.copied(owner), took)
+        return _estimate_seconds_left(owner, part.copied_bytes(owner), took)
 
     def summary(self) -> str:
         """Returns, for the user, why the job does not wait."""

@@ -49,12 +49,12 @@ class ChunkEngine:
     def needs(self, source: ReadableSource) -> int:
         """The bytes of disk that image and map will take in all."""
         found = source_reader.map_chunks(source, self.tuning.chunk)
-        return allocation.needed_bytes(source.size, self.tuning.chunk, found.reserved)
+        return allocation.needed_bytes(source.size, self.tuning.chunk, found.to_reserve)
 
     def reserve(self, source: ReadableSource, part: Part) -> None:
         """Takes all the space that is still needed. Raises OSError (ENOSPC)."""
         found = source_reader.map_chunks(source, self.tuning.chunk)
-        allocation.reserve_part(part, source.size, self.tuning.chunk, found.reserved)
+        allocation.reserve_part(part, source.size, self.tuning.chunk, found.to_reserve)
 
     def copy(
         self,
@@ -122,7 +122,7 @@ class RsyncEngine:
         if stop.is_set():
             raise CopyStopped
         if ran.code != 0:
-            raise Failed("copy", ran.explained())
+            raise Failed("copy", ran.format_ending())
         # rsync keeps its own sums to itself, so the digests are taken from the copy.
         found = chunks.compute_digests(part.image, source.size, self.tuning, path=source.path)
         with allocation.open_part_file(part.map) as fd:  # not truncated: its space stays its own
@@ -145,7 +145,7 @@ def derive_tuning(config: Config, size: int) -> CopyTuning:
     cores = os.cpu_count() or 1
     return CopyTuning(
         threads=config.threads or min(8, max(4, 2 * cores)),
-        chunk=config.chunk_of(size),
+        chunk=config.chunk_bytes_for(size),
         bandwidth=config.bandwidth,
-        through=config.start == "through",
+        through=config.cold_start_mode == "through",
     )

@@ -67,8 +67,8 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
 
     Raises Declined (changed, no-room, stopped, source-error, ...), Failed, OSError of the disk.
     """
-    task.node.cache.note_instance()
-    before = task.part.owner()
+    task.node.cache.mark_in_use()
+    before = task.part.find_record()
     owner = claim_part(task)
     figures.expected = owner.expected
     trace.reach_point("claimed")
@@ -93,9 +93,9 @@ def run_copy(task: CopyTask, stop: threading.Event, figures: CopyStats) -> None:
         figures.uploaded = max(0, _count_uploaded_bytes(task) - uploaded)
         figures.copying = round(task.node.clock.monotonic() - owner.began, 4)
         if shown is not None:
-            figures.read_through, figures.read_straight = shown.was_read()
+            figures.read_through, figures.read_straight = shown.read_totals()
         trace.reach_point("copied")
-        task.source.must_be_unchanged()
+        task.source.check_unchanged()
         trace.reach_point("checked")
         _mirror_access(task)
         disk_errors.scan_kernel_log(
@@ -123,13 +123,13 @@ def claim_part(task: CopyTask) -> PartRecord:
         since=0.0,
         expected=task.job.expected,
     )
-    if not task.part.resumable(owner):
+    if not task.part.is_beginning_of(owner):
         node.cache.drop_part(task.key)
     # Both at once, so that who asked earlier is also seen earlier by those in the queue.
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
         _resume_from_entry(task, owner)
         owner = msgspec.structs.replace(owner, since=node.clock.monotonic())
-        task.part.write_owner(owner)
+        task.part.write_record(owner)
     return owner
 
 
@@ -140,12 +140,12 @@ def _resume_from_entry(task: CopyTask, owner: PartRecord) -> None:
     do after a restart. What the disk has lost comes from the source, as with any resumed part.
     """
     cache = task.node.cache
-    entry = cache.read(task.key)
+    entry = cache.find_entry_by_key(task.key)
     if entry is None or task.part.directory.exists() or cache.is_proven(task.key):
         return
     fits = (entry.engine, entry.chunk) == (owner.engine, owner.chunk)
-    if fits and entry.digest == digest.digest_image(cache.digests(entry)):
-        cache.take_back(task.key)
+    if fits and entry.digest == digest.digest_image(cache.read_digests(entry)):
+        cache.demote_to_part(task.key)
 
 
 def _mark_copying(task: CopyTask, owner: PartRecord) -> PartRecord:
@@ -154,10 +154,10 @@ def _mark_copying(task: CopyTask, owner: PartRecord) -> PartRecord:
     if owner.engine == "chunks":
         clear_wrong_chunks(part, task.image.size, task.node.config)
     owner = msgspec.structs.replace(
-        owner, phase="copying", began=task.node.clock.monotonic(), resumed=part.copied(owner)
+        owner, phase="copying", began=task.node.clock.monotonic(), resumed=part.copied_bytes(owner)
     )
     # Before the space is taken: from then on, a disk that others fill must not matter.
-    part.write_owner(owner)
+    part.write_record(owner)
     return owner
 
 
@@ -172,7 +172,7 @@ def clear_wrong_chunks(part: Part, size: int, config: Config) -> int:
     tuning = engines.derive_tuning(config, size)
     count = chunk_count(size, tuning.chunk)
     known = digest.split_map(
-        part.digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0")
+        part.read_digests()[: count * ENTRY_BYTES].ljust(count * ENTRY_BYTES, b"\0")
     )
     copied = [number for number, one in enumerate(known) if one != digest.MISSING]
     if not copied:
@@ -210,7 +210,8 @@ def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
     node = task.node
     need = max(
         0,
-        engines.choose_engine(node.config, task.image.size).needs(content) - task.part.allocated(),
+        engines.choose_engine(node.config, task.image.size).needs(content)
+        - task.part.allocated_bytes(),
     )
     figures.evicted += evict.make_room(
         node.cache,
@@ -220,7 +221,7 @@ def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
         need,
         task.job.user.uid,
         data=task.image.kind == "data",
-        stay=task.job.stay,
+        keys_to_keep=task.job.keys_to_keep,
     )
 
 
@@ -249,7 +250,7 @@ def _arrival_map(task: CopyTask) -> Iterator[ArrivalMap | None]:
         yield made
     finally:
         if made is not None:
-            made.end()
+            made.remove_map()
 
 
 def _copy_bytes(
@@ -264,7 +265,7 @@ def _copy_bytes(
             content, task.part, stop, _find_helpers(task), shown
         )
     except Failed:
-        task.source.must_be_unchanged()  # an engine may fail over a source that moves under it
+        task.source.check_unchanged()  # an engine may fail over a source that moves under it
         raise
 
 
@@ -300,7 +301,7 @@ def _log_progress(task: CopyTask, owner: PartRecord) -> Iterator[None]:
     due = ProgressThrottle()
 
     def say() -> None:
-        if due.now(task.part.copied(owner)):
+        if due.now(task.part.copied_bytes(owner)):
             log.write_log_line(
                 f"stager job={owner.job} {format_progress(task, owner)}", by_slurm=True
             )
@@ -333,7 +334,7 @@ class ProgressThrottle:
 
 def format_progress(task: CopyTask, owner: PartRecord) -> str:
     """Returns how far the copy is, for the log."""
-    done = task.part.copied(owner)
+    done = task.part.copied_bytes(owner)
     took = task.node.clock.monotonic() - owner.began
     return (
         f"image={events.quote_field(owner.image.path)} key={owner.image.key}"
@@ -377,7 +378,7 @@ def _make_entry(task: CopyTask, figures: CopyStats, binds: tuple[str, ...]) -> E
         created=task.node.clock.wall(),
         engine=config.engine,
         chunk=task.chunk,
-        digest=digest.digest_image(task.part.digests()),
+        digest=digest.digest_image(task.part.read_digests()),
         kind=task.image.kind,
         rate=figures.rate,
         binds=binds,

@@ -174,8 +174,8 @@ def read_piece(source: ReadableSource, start: int, want: memoryview, buffer: mem
 
 def map_chunks(source: ReadableSource, chunk: int) -> ChunkMap:
     """Return what is known of a source's holes."""
-    if source.chunks is not None:
-        return source.chunks(chunk)
+    if source.map_chunks is not None:
+        return source.map_chunks(chunk)
     if source.read is not None:  # no file, so no holes
         every = set(range(chunk_count(source.size, chunk)))
         return ChunkMap(every, every)

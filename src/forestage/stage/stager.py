@@ -48,7 +48,7 @@ def _run_stager(task: CopyTask, hook: StartChannel) -> None:
 
     def work(stop: threading.Event) -> None:
         own = task.received()
-        hook.begin(own.opened.fd)
+        hook.release_hook(own.opened.fd)
         try:
             with contextlib.ExitStack() as held:
                 _acquire_key(own, held)
@@ -146,13 +146,13 @@ def _acquire_key(task: CopyTask, held: contextlib.ExitStack) -> None:
 
 def _key_lock_timeout(task: CopyTask, lets_go: float) -> float:
     """Seconds to wait for the key's lock; who copies it for jobs that are only expected lets go."""
-    owner = None if task.job.expected else task.part.owner()
+    owner = None if task.job.expected else task.part.find_record()
     return lets_go if owner is not None and owner.expected else PROBE_GRACE
 
 
 def _mount_for_waiting_jobs(task: CopyTask) -> None:
     """Lays the redirects that jobs began without. Not under the key's lock: some hang."""
-    if task.node.cache.find(task.image) is not None:
+    if task.node.cache.find_entry(task.image) is not None:
         for job, came in redirect.mount_for_waiting_jobs(task.node, task.image):
             line = (
                 f"image={events.quote_field(task.image.path)} redirect={events.quote_field(came)}"
@@ -168,8 +168,8 @@ def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
     # Here: its hook is not to wait for what only a copy needs.
     from forestage.stage import pipeline
 
-    task.node.cache.note_stager(task.key)
-    if task.node.cache.find(task.image) is not None:
+    task.node.cache.mark_stager_start(task.key)
+    if task.node.cache.find_entry(task.image) is not None:
         return StartReport(
             "found"
         )  # another stager published it between the hook's look and our lock
@@ -186,7 +186,9 @@ def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
     _record_copy(task, figures, error, task.node.clock.monotonic() - start)
     if error is None:
         return StartReport("published")
-    if error.reason in ("changed", "written", "no-room") or not task.part.digests().strip(b"\0"):
+    if error.reason in ("changed", "written", "no-room") or not task.part.read_digests().strip(
+        b"\0"
+    ):
         task.node.cache.drop_part(task.key)  # no use to whoever comes next
     elif error.reason == "stopped" and not task.job.expected:
         _mark_stopped(task)
@@ -195,7 +197,7 @@ def copy_and_report(task: CopyTask, stop: threading.Event) -> StartReport:
 
 def _mark_stopped(task: CopyTask) -> None:
     with contextlib.suppress(OSError):  # then its keeper has it go on
-        task.part.note_stopped()
+        task.part.mark_stopped()
 
 
 def _stop_when_requested(task: CopyTask, stop: threading.Event) -> AbstractContextManager[None]:
@@ -229,7 +231,7 @@ def _record_copy(task: CopyTask, figures: "CopyStats", error: Declined | None, t
     event = events.make_job_event(job, "stager", outcome, node.clock.wall(), took)
     with contextlib.suppress(OSError):  # the job's event does not hang on what others are told
         events.record_copy_for_users(
-            node.places, event, node.leases.users_of(task.key) - {job.user.uid}
+            node.places, event, node.leases.list_users_of(task.key) - {job.user.uid}
         )
     try:
         events.record_events(node.places, [event])

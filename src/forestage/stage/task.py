@@ -19,11 +19,11 @@ class CopyTask(msgspec.Struct, frozen=True):
 
     def received(self) -> "CopyTask":
         """Returns the same with the source as a descriptor of this process."""
-        return CopyTask(self.node, self.job, self.opened.received())
+        return CopyTask(self.node, self.job, self.opened.with_descriptor())
 
     @property
     def source(self) -> Source:
-        return self.opened.other or FileSource(self.node, self.job.user, self.opened)
+        return self.opened.other_source or FileSource(self.node, self.job.user, self.opened)
 
     @property
     def image(self) -> SourceImage:
@@ -36,7 +36,7 @@ class CopyTask(msgspec.Struct, frozen=True):
     @property
     def chunk(self) -> int:
         """Return the bytes of one chunk of the image."""
-        return self.node.config.chunk_of(self.image.size)
+        return self.node.config.chunk_bytes_for(self.image.size)
 
     @property
     def part(self) -> Part:

@@ -67,7 +67,7 @@ class User(msgspec.Struct, frozen=True, omit_defaults=True):
         whose = "of this step" if self.of_step else "that this node knows"
         return f"{name} with the groups {whose} ({listed})"
 
-    def plain(self) -> "User":
+    def without_groups(self) -> "User":
         """Return the user as records keep them: groups may change while a record is kept. Pure."""
         return User(self.name, self.uid, self.gid)
 
@@ -239,22 +239,22 @@ class ChildProcess:
         self._tries = tries
         self._pid, self._line = self._begin()
 
-    def answer(
-        self, answer: type[T], timeout: float, idle: Callable[[], None] | None = None
+    def wait_for_reply(
+        self, reply_type: type[T], timeout: float, idle: Callable[[], None] | None = None
     ) -> tuple[T, socket.socket]:
         """As `run_in_child_with_socket`, once it has begun: within `timeout` seconds from now."""
         end = time.monotonic() + max(timeout, _LEAST)
         while True:
             self._tries -= 1
             try:
-                return self._answer(answer, timeout, end, idle)
+                return self._wait_for_one_reply(reply_type, timeout, end, idle)
             except ChildKilled:
                 if not self._tries or time.monotonic() >= end:
                     raise
             self._pid, self._line = self._begin()
 
-    def _answer(
-        self, answer: type[T], timeout: float, end: float, idle: Callable[[], None] | None
+    def _wait_for_one_reply(
+        self, reply_type: type[T], timeout: float, end: float, idle: Callable[[], None] | None
     ) -> tuple[T, socket.socket]:
         ours = self._line
         with contextlib.ExitStack() as undo:
@@ -269,11 +269,11 @@ class ChildProcess:
                 raise OSError(got.errno, os.strerror(got.errno), os.fsdecode(got.filename) or None)
             if got.reason:
                 raise (Failed if got.node_failed else Declined)(got.reason, got.detail)
-            value = msgspec.json.decode(got.value, type=answer)
+            value = msgspec.json.decode(got.value, type=reply_type)
             on_error.pop_all()
             return value, ours
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Of one that was not asked."""
         self._line.close()
         _kill_and_reap(self._pid)
@@ -281,10 +281,10 @@ class ChildProcess:
 
 def run_in_child_with_socket(
     work: Callable[[], ChildResult[T]],
-    answer: type[T],
+    reply_type: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
-    idle: Callable[[], None] | None = None,
+    on_idle: Callable[[], None] | None = None,
     tries: int = _TRIES,
 ) -> tuple[T, socket.socket]:
     """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
@@ -299,16 +299,16 @@ def run_in_child_with_socket(
     """
     if timeout <= 0:
         raise DeadlinePassed
-    return ChildProcess(work, keep, tries).answer(answer, timeout, idle)
+    return ChildProcess(work, keep, tries).wait_for_reply(reply_type, timeout, on_idle)
 
 
 def run_each_in_child(
     works: Sequence[Callable[[], T]],
-    answer: type[T],
+    reply_type: type[T],
     timeout: float,
     total: float,
     at_once: int,
-    done: Callable[[int, T | None], None] = lambda number, value: None,
+    on_done: Callable[[int, T | None], None] = lambda number, value: None,
 ) -> list[T | None]:
     """Runs each of `works` in a child of its own, `at_once` of them together; returns their values.
 
@@ -330,7 +330,7 @@ def run_each_in_child(
             running[ours] = number, pid, min(end, time.monotonic() + timeout)
         if not running:
             for number, _ in left:
-                done(number, None)
+                on_done(number, None)
             return found
         first = min(until for _, _, until in running.values())
         answered = _wait_readable([*running], first - time.monotonic())
@@ -343,7 +343,7 @@ def run_each_in_child(
                 )
                 got = msgspec.json.decode(data, type=_ChildReply) if data else _ChildReply(errno=1)
                 if not (got.errno or got.reason):
-                    found[number] = msgspec.json.decode(got.value, type=answer)
+                    found[number] = msgspec.json.decode(got.value, type=reply_type)
             elif time.monotonic() < until:
                 continue
             del running[ours]
@@ -352,7 +352,7 @@ def run_each_in_child(
             if again:
                 left.append((number, works[number]))
             else:
-                done(number, found[number])
+                on_done(number, found[number])
 
 
 def _without_descriptors(work: Callable[[], T]) -> Callable[[], ChildResult[T]]:
@@ -391,7 +391,7 @@ def receive_descriptors(line: socket.socket) -> list[int]:
 
 def run_in_child(
     work: Callable[[], ChildResult[T]],
-    answer: type[T],
+    reply_type: type[T],
     timeout: float,
     keep: tuple[int, ...] = (),
     tries: int = _TRIES,
@@ -400,7 +400,7 @@ def run_in_child(
 
     It is for descriptors that are safe to close.
     """
-    value, line = run_in_child_with_socket(work, answer, timeout, keep, tries=tries)
+    value, line = run_in_child_with_socket(work, reply_type, timeout, keep, tries=tries)
     return value, receive_descriptors(line)
 
 

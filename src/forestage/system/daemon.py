@@ -93,12 +93,12 @@ class StartChannel:
         with contextlib.suppress(OSError):
             self._end.send(msgspec.json.encode(message), socket.MSG_NOSIGNAL)
 
-    def begin(self, *fds: int) -> None:
+    def release_hook(self, *fds: int) -> None:
         """Says that the hook may end; this process has no other descriptors any more."""
         forked_child.close_descriptors_except({self._end.fileno(), *fds})
         self.send(StartReport("started"))
 
-    def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
+    def receive_message(self, timeout: float, flags: int = 0) -> StartReport | None:
         """Returns the next message, `died` at the end; None after `timeout` seconds."""
         self._end.settimeout(max(0.001, timeout))
         try:
@@ -107,17 +107,17 @@ class StartChannel:
             return None
         return msgspec.json.decode(data, type=StartReport) if data else StartReport("died")
 
-    def await_start(self, timeout: float) -> None:
-        """Waits until the holder has left the hook; any other message is left for `recv`."""
-        if self.recv(timeout, socket.MSG_PEEK) == StartReport("started"):
-            self.recv(timeout)
+    def wait_for_start(self, timeout: float) -> None:
+        """Waits until the holder has left the hook; any other message is left for `receive_message`."""
+        if self.receive_message(timeout, socket.MSG_PEEK) == StartReport("started"):
+            self.receive_message(timeout)
 
-    def await_ready(self, timeout: float, reason: str) -> bool:
+    def wait_until_ready(self, timeout: float, reason: str) -> bool:
         """Waits until the holder can be asked; False where another one has what it should hold.
 
         Raises Declined, for this reason, with what it says instead.
         """
-        message = self.recv(timeout)
+        message = self.receive_message(timeout)
         if message is None or message.state == "started":
             raise Declined(reason, "its process does not answer")
         if message.state not in ("ready", "busy"):
@@ -126,26 +126,26 @@ class StartChannel:
 
 
 def start_daemon(
-    life: DaemonSpec, about: str, work: Callable[[StartChannel], None], patience: float = START
+    spec: DaemonSpec, about: str, work: Callable[[StartChannel], None], patience: float = START
 ) -> StartChannel:
     """Starts a holder that `work` is all of; the caller closes the channel on which it tells.
 
-    `work` says on its end that the hook may end (Channel.begin). This waits for that, `patience`
-    seconds at most. `about` begins the line in the log where an error ends it.
+    `work` says on its end that the hook may end (Channel.release_hook). This waits for that,
+    `patience` seconds at most. `about` begins the line in the log where an error ends it.
     """
     pid, ours = forked_child.fork_with_socket(
-        lambda theirs: _run_daemon(life, work, StartChannel(theirs)),
+        lambda theirs: _run_daemon(spec, work, StartChannel(theirs)),
         lambda theirs, error: _report_death(about, StartChannel(theirs), error),
     )
     channel = StartChannel(ours, pid)
-    channel.await_start(patience)
+    channel.wait_for_start(patience)
     return channel
 
 
-def _run_daemon(life: DaemonSpec, work: Callable[[StartChannel], None], hook: StartChannel) -> None:
-    forked_child.detach_session(life.name)
-    if life.leaf is not None:
-        forked_child.leave_job_cgroups(life.oom_score_adj, life.leaf)
+def _run_daemon(spec: DaemonSpec, work: Callable[[StartChannel], None], hook: StartChannel) -> None:
+    forked_child.detach_session(spec.name)
+    if spec.leaf is not None:
+        forked_child.leave_job_cgroups(spec.oom_score_adj, spec.leaf)
     work(hook)
 
 
@@ -191,15 +191,15 @@ class TaskConnections:
     def __init__(
         self,
         listener: socket.socket | None,
-        answer: RequestHandler,
-        greet: Callable[[socket.socket], None] = lambda guest: None,
+        handle_request: RequestHandler,
+        on_connect: Callable[[socket.socket], None] = lambda guest: None,
     ) -> None:
         self.listener = listener
         self.connections: dict[int, socket.socket] = {}
-        self._answer = answer
-        self._greet = greet
+        self._handle_request = handle_request
+        self._on_connect = on_connect
 
-    def attend(self, seconds: float | None, *others: int) -> set[int]:
+    def serve_for(self, seconds: float | None, *others: int) -> set[int]:
         """Answers what is asked, or returns when there is nothing for so long; None: ever.
 
         Returns those of the `others`, descriptors or -1, at which there is something.
@@ -218,7 +218,7 @@ class TaskConnections:
             self._accept(takes)
         return ready & {*others}
 
-    def drop(self, guest: socket.socket) -> None:
+    def disconnect(self, guest: socket.socket) -> None:
         """Ends a connection."""
         if self.connections.pop(guest.fileno(), None):
             guest.close()
@@ -229,14 +229,14 @@ class TaskConnections:
             self.listener.close()
         self.listener = None
         for guest in [*self.connections.values()]:
-            self.drop(guest)
+            self.disconnect(guest)
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             guest, _ = listener.accept()
             guest.setblocking(False)
             self.connections[guest.fileno()] = guest
-            self._greet(guest)
+            self._on_connect(guest)
 
     def _serve(self, guest: socket.socket) -> None:
         try:
@@ -246,15 +246,15 @@ class TaskConnections:
         except OSError:
             asked = b""
         if asked:
-            self._answer(guest, asked)
+            self._handle_request(guest, asked)
         else:  # it has ended
-            self.drop(guest)
+            self.disconnect(guest)
 
 
-def send_mount_clone(guest: socket.socket, asked: bytes, point: str) -> None:
+def send_mount_clone(guest: socket.socket, request: bytes, point: str) -> None:
     """Answers what was asked with the mount at `point` of this process' namespace."""
     with contextlib.suppress(OSError):  # the task is gone
-        if asked != b"mount":
+        if request != b"mount":
             guest.send(b"no such request")
             return
         try:
@@ -281,18 +281,18 @@ def fetch_mount_clone(name: Path, reason: str) -> int:
     return fds[0]
 
 
-def lock_pid_file(place: int) -> int:
+def lock_pid_file(directory: int) -> int:
     """Locks `held` in the open directory, as long as this process lives; its pid is in there."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    held = os.open("held", flags, 0o600, dir_fd=place)
+    held = os.open("held", flags, 0o600, dir_fd=directory)
     fcntl.flock(held, fcntl.LOCK_EX)
     os.write(held, b"%d" % os.getpid())
     return held
 
 
-def stop_daemon(place: Path, patience: float) -> None:
+def stop_daemon(directory: Path, patience: float) -> None:
     """Ends who holds in this directory. Waits up to `patience` seconds for that. Raises OSError."""
-    held = place / "held"
+    held = directory / "held"
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError, ValueError):
         if lock.is_free(held):
             return

@@ -148,7 +148,7 @@ def read_fresh_stat(fd: int, disk: int, name: bytes = b"") -> os.stat_result | S
 
 
 def remove_tree(
-    directory: int, name: str, aside: str, still: Callable[[], None] = lambda: None
+    directory: int, name: str, aside: str, before_each: Callable[[], None] = lambda: None
 ) -> None:
     """Deletes what has this name in an open directory, however deep it is; links are not followed.
 
@@ -157,7 +157,7 @@ def remove_tree(
     """
     left = [name]
     while left:
-        still()
+        before_each()
         at = left.pop()
         if _unlink_unless_directory(at, directory):
             continue

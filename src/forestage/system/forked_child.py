@@ -20,8 +20,8 @@ PAUSE = 0.01  # seconds between two tries
 
 
 def fork_with_socket(
-    life: Callable[[socket.socket], None],
-    failed: Callable[[socket.socket, BaseException | None], None],
+    run: Callable[[socket.socket], None],
+    report_error: Callable[[socket.socket, BaseException | None], None],
 ) -> tuple[int, socket.socket]:
     """Forks a process that `life` is all of; returns its pid, and our end of the socket to it.
 
@@ -30,13 +30,13 @@ def fork_with_socket(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        run_and_exit(partial(life, theirs), partial(failed, theirs))
+        run_and_exit(partial(run, theirs), partial(report_error, theirs))
     theirs.close()
     return pid, ours
 
 
 def run_and_exit(
-    life: Callable[[], None], failed: Callable[[BaseException | None], None]
+    run: Callable[[], None], report_error: Callable[[BaseException | None], None]
 ) -> NoReturn:
     """Runs all that a forked process is for, then ends it, whatever happens.
 
@@ -44,13 +44,13 @@ def run_and_exit(
     """
     ended = False
     try:
-        life()
+        run()
         ended = True
     finally:
         try:
             # Not by exc_info() alone: the parent may have been handling an error when it forked.
             if not ended:
-                failed(sys.exc_info()[1])
+                report_error(sys.exc_info()[1])
         finally:
             os._exit(0 if ended else 1)
 
@@ -133,9 +133,9 @@ def _try_join_cgroup(leaf: Path) -> bool:
     return True
 
 
-def join_slurm_cgroups(pid: int, task: int, root: Path = Path("/")) -> None:
+def join_slurm_cgroups(pid: int, other_pid: int, root: Path = Path("/")) -> None:
     """Puts a process into those of Slurm's cgroups that another one is in. Raises OSError."""
-    for top, path in _list_slurm_cgroups(root, str(task)):
+    for top, path in _list_slurm_cgroups(root, str(other_pid)):
         with contextlib.suppress(OSError):
             (top / path.lstrip("/") / "cgroup.procs").write_text(str(pid))
 

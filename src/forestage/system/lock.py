@@ -125,26 +125,28 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
         yield
 
 
-def acquire_slot(folder: Path, name: str, most: int, taken: contextlib.ExitStack) -> int | None:
+def acquire_slot(
+    folder: Path, name: str, slot_count: int, slots_held: contextlib.ExitStack
+) -> int | None:
     """Takes one of `most` places of this name, if one is free, until `taken` ends; its number.
 
     Raises OSError.
     """
-    for number in range(most):
+    for number in range(slot_count):
         with contextlib.suppress(LockTimeout):
-            taken.enter_context(held(folder / f"{name}.{number}.lock", 0))
+            slots_held.enter_context(held(folder / f"{name}.{number}.lock", 0))
             return number
     return None
 
 
-def lock_byte(file: Path, place: int, waits: bool) -> int:
+def lock_byte(file: Path, byte: int, is_blocking: bool) -> int:
     """Has this process lock a byte of a file until it closes what this returns, or ends.
 
     One that hangs keeps it. Where it `waits`, a signal ends that. Raises BlockingIOError, OSError.
     """
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+        fcntl.lockf(fd, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB), 1, byte)
     except OSError:
         os.close(fd)
         raise

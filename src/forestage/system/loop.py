@@ -42,15 +42,15 @@ class LoopDevice(msgspec.Struct, frozen=True):
     disk: int
     inode: int
 
-    def is_of(self, facts: os.stat_result) -> bool:
+    def is_backed_by(self, facts: os.stat_result) -> bool:
         """Whether it shows the file of which stat(2) says this."""
         return (self.disk, self.inode) == (facts.st_dev, facts.st_ino)
 
-    def is_on(self, facts: os.stat_result) -> bool:
+    def is_on_file_system(self, facts: os.stat_result) -> bool:
         """Whether its file lies on the file system of which stat(2) says this."""
         return self.disk == facts.st_dev
 
-    def is_of_cache(self, real: str) -> bool:
+    def is_below_cache(self, real: str) -> bool:
         """Whether its file is two folders below this directory, by its path.
 
         Of a mount that is gone with its container the kernel has the path from that mount's root.
@@ -59,7 +59,7 @@ class LoopDevice(msgspec.Struct, frozen=True):
         return f"{real}/".endswith(f"{top}/")
 
     @property
-    def is_deleted(self) -> bool:
+    def is_file_deleted(self) -> bool:
         """Whether its file has no name any more."""
         return self.file.endswith(DELETED)
 
@@ -73,7 +73,7 @@ def attach_file(file: Path, read_only: bool) -> str:
     with open_descriptor(file, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NOFOLLOW) as fd:
         facts = os.fstat(fd)
         for one in list_attached_devices():
-            if one.is_of(facts) and _disable_autoclear(one):
+            if one.is_backed_by(facts) and _disable_autoclear(one):
                 return one.name
         for _ in range(TRIES):
             with _open_free_device(file) as (name, device):

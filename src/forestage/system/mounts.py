@@ -85,7 +85,7 @@ class MountInfo(msgspec.Struct, frozen=True, gc=False):
         return self.kind in SERVER_SETS_TIMES and "vers=4.2" not in self.options
 
     @property
-    def fuse_user(self) -> int:
+    def fuse_owner_uid(self) -> int:
         """The uid of the user who mounted a FUSE file system; 0: root did, or it is none."""
         for option in self.options if self.kind.startswith("fuse") else ():
             name, _, value = option.partition("=")
@@ -309,7 +309,7 @@ def find_covering_fuse(mounts: list[MountInfo], hidden: MountInfo) -> MountInfo 
     while at is not None:
         parent = by_id.get(at.parent)
         over += [m for m in mounts if m.parent == at.parent and m.id != at.id]
-        over = [m for m in over if m.fuse_user and is_below(at.point, m.point)]
+        over = [m for m in over if m.fuse_owner_uid and is_below(at.point, m.point)]
         found = min(over, key=lambda m: len(m.point), default=found)
         over, at = [], parent if parent is not at else None
     return found
@@ -391,7 +391,7 @@ def find_user_fuse(
     by_id = {mount.id: mount for mount in mounts}
     at = by_id.get(number)
     while at is not None:
-        if at.fuse_user and services.get(at.point) != f"{at.kind} {at.fuse_user}":
+        if at.fuse_owner_uid and services.get(at.point) != f"{at.kind} {at.fuse_owner_uid}":
             return at
         parent = by_id.get(at.parent)
         at = parent if parent is not at else None

@@ -30,7 +30,7 @@ _PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextlib.contextmanager
-def unshare_pid_namespace(enter: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def unshare_pid_namespace(enter_cgroups: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Has the one process that is forked meanwhile be an init; it calls what this returns.
 
     That forks the program, which calls `enter`, and goes on; the init does not return. It ends as
@@ -41,7 +41,7 @@ def unshare_pid_namespace(enter: Callable[[], None]) -> Iterator[Callable[[], No
     try:
         libc.call_libc("unshare", _CLONE_NEWPID)
         try:
-            yield partial(_become_init, enter, alive, ours)
+            yield partial(_become_init, enter_cgroups, alive, ours)
         finally:
             libc.call_libc("setns", own, _CLONE_NEWPID)
     finally:
@@ -70,14 +70,14 @@ def has_other_processes() -> bool:
     return True
 
 
-def _become_init(enter: Callable[[], None], alive: int, starter: int) -> None:
+def _become_init(enter_cgroups: Callable[[], None], alive: int, starter: int) -> None:
     os.close(starter)
     forked_child.call_prctl(_PDEATHSIG, signal.SIGKILL)
     if select.select([alive], [], [], 0)[0]:  # who has started us died before that
         os._exit(1)
     program = os.fork()
     if program == 0:
-        enter()
+        enter_cgroups()
         # As any of a user's, not last, as who has started it may be.
         Path("/proc/self/oom_score_adj").write_text("0")
         return

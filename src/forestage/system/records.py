@@ -45,20 +45,20 @@ def read_raw(path: Path) -> bytes:
         raise
 
 
-def load(path: Path, of: type[T]) -> T:
+def load(path: Path, record_type: type[T]) -> T:
     """The JSON record in a file of ours. Raises as `read_raw` does."""
     data = read_raw(path)
     try:
-        return msgspec.json.decode(data, type=of)
+        return msgspec.json.decode(data, type=record_type)
     # The last one: brackets in brackets, a thousand deep.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedRecord(f"{path}: {error}") from None
 
 
-def find(path: Path, of: type[T]) -> T | None:
+def find(path: Path, record_type: type[T]) -> T | None:
     """The record in a file of ours; None where there is none, or a damaged one. Raises OSError."""
     try:
-        return load(path, of)
+        return load(path, record_type)
     except (FileNotFoundError, NotADirectoryError, DamagedRecord):
         return None
 

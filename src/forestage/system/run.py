@@ -39,7 +39,7 @@ class ProcessResult(msgspec.Struct, frozen=True):
     out: str
     err: str
 
-    def explained(self) -> str:
+    def format_ending(self) -> str:
         """One line for the log: the program, how it ended, its last words."""
         end = f"signal {-self.code}" if self.code < 0 else f"exit {self.code}"
         last = self.err.strip().splitlines()[-1:] or [""]
@@ -56,7 +56,7 @@ def start_as_user(
     argv: Sequence[str],
     pass_fds: Sequence[int],
     stderr: int,
-    enter: Callable[[], None],
+    enter_cgroups: Callable[[], None],
 ) -> Program:
     """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
@@ -67,7 +67,7 @@ def start_as_user(
     """
     return _popen_in_pid_namespace(
         [*_setpriv_arguments(user), NO_PRIVS, "--", *argv],
-        enter,
+        enter_cgroups,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
@@ -77,10 +77,10 @@ def start_as_user(
 
 
 def _popen_in_pid_namespace(
-    argv: Sequence[str], enter: Callable[[], None], **how: Any
+    argv: Sequence[str], enter_cgroups: Callable[[], None], **how: Any
 ) -> "subprocess.Popen[bytes]":
     try:
-        with pid_namespace.unshare_pid_namespace(enter) as be_init:
+        with pid_namespace.unshare_pid_namespace(enter_cgroups) as be_init:
             return _popen(argv, preexec_fn=be_init, **how)
     except subprocess.SubprocessError:  # raised by who was about to be the program
         raise Failed("helper", "no process can go to the cgroups of the step's tasks") from None
@@ -104,7 +104,7 @@ class RunningProcess:
         self._process = process  # whose end closes the pipes
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """How it ended, as in Ran; None as long as it runs."""
         return self._process.poll()
 
@@ -132,7 +132,7 @@ class PipedProcess(RunningProcess):
         self.out = out.fileno()
         os.set_blocking(self.out, False)
 
-    def hang_up(self) -> None:
+    def close_stdin(self) -> None:
         """Closes its stdin."""
         if self._process.stdin:
             self._process.stdin.close()
@@ -153,7 +153,7 @@ def start_piped_program(
     user: User | None,
     argv: Sequence[str],
     pass_fds: Sequence[int],
-    enter: Callable[[], None] = stay_in_cgroups,
+    enter_cgroups: Callable[[], None] = stay_in_cgroups,
 ) -> PipedProcess:
     """Starts a program of ours that speaks with us, in a session of its own.
 
@@ -172,7 +172,7 @@ def start_piped_program(
         return PipedProcess(_popen(argv, start_new_session=True, **how))
     # Not NO_PRIVS: enroot's import needs the file capabilities of two programs of its own.
     return PipedProcess(
-        _popen_in_pid_namespace([*_setpriv_arguments(user), "--", *argv], enter, **how),
+        _popen_in_pid_namespace([*_setpriv_arguments(user), "--", *argv], enter_cgroups, **how),
         is_apart=True,
     )
 
@@ -181,7 +181,7 @@ def start_command(
     argv: Sequence[str],
     variables: Mapping[str, str],
     pass_fds: Sequence[int],
-    enter: Callable[[], None] = stay_in_cgroups,
+    enter_cgroups: Callable[[], None] = stay_in_cgroups,
 ) -> RunningProcess:
     """Start a command of ours in a session of its own, with our stdout and stderr.
 
@@ -195,7 +195,7 @@ def start_command(
         env=dict(variables),
         pass_fds=tuple(pass_fds),
         start_new_session=True,
-        preexec_fn=enter,
+        preexec_fn=enter_cgroups,
     )
     return RunningProcess(process)
 
@@ -278,7 +278,7 @@ def run_program(
     stop: threading.Event | None = None,
     timeout: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
-    most: int | None = None,
+    max_bytes: int | None = None,
 ) -> ProcessResult:
     """Runs a program to its end, or kills it and its process group.
 
@@ -299,16 +299,16 @@ def run_program(
     )
     end = None if timeout is None else time.monotonic() + timeout
     try:
-        if most is None:
+        if max_bytes is None:
             out, err = _communicate_or_kill(process, stop, end)
         else:
             assert end is not None
             with process:
-                out, err, cut = _read_output(process, end, most)
+                out, err, cut = _read_output(process, end, max_bytes)
                 if cut or _is_running_after(process, end):
                     _kill_process_group(process)
             if cut == "size":
-                raise Failed("program", f"{argv[0]} has written more than {most} bytes")
+                raise Failed("program", f"{argv[0]} has written more than {max_bytes} bytes")
     finally:
         # After an interrupt: it must not make the file that its caller is about to remove.
         if process.returncode is None:
@@ -382,7 +382,11 @@ class ProcessOutput(msgspec.Struct, frozen=True):
 
 
 def run_as_current_user(
-    argv: Sequence[str], variables: Mapping[str, str], timeout: float, most: int, given: bytes = b""
+    argv: Sequence[str],
+    variables: Mapping[str, str],
+    timeout: float,
+    max_bytes: int,
+    stdin_bytes: bytes = b"",
 ) -> ProcessOutput:
     """Runs a program as the user whom this process is, with their environment, but our PATH.
 
@@ -396,7 +400,7 @@ def run_as_current_user(
     _check_installed(argv[0])
     source = os.memfd_create("given")  # no pipe: nobody has to write while the other end reads
     try:
-        os.write(source, given)
+        os.write(source, stdin_bytes)
         os.lseek(source, 0, os.SEEK_SET)
         process = _popen(
             [*DIES_WITH_US, *argv],
@@ -410,7 +414,7 @@ def run_as_current_user(
         os.close(source)
     with process:
         end = time.monotonic() + timeout
-        out, err, cut = _read_output(process, end, most)
+        out, err, cut = _read_output(process, end, max_bytes)
         if not cut and _is_running_after(process, end):
             cut = "time"
         if cut:
@@ -433,7 +437,7 @@ def _is_running_after(process: "subprocess.Popen[bytes]", end: float) -> bool:
 
 
 def _read_output(
-    process: "subprocess.Popen[bytes]", end: float, most: int
+    process: "subprocess.Popen[bytes]", end: float, max_bytes: int
 ) -> tuple[bytes, bytes, Literal["", "time", "size"]]:
     """What it writes until both pipes end, in time and within `most` bytes altogether."""
     assert process.stdout is not None
@@ -454,7 +458,7 @@ def _read_output(
             if not data:
                 poll.unregister(fd)
                 open_pipes -= 1
-        if sum(map(len, found.values())) > most:
+        if sum(map(len, found.values())) > max_bytes:
             cut = "size"
         elif open_pipes and left <= 0:
             cut = "time"

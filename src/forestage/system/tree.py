@@ -27,29 +27,29 @@ class RootedTree(msgspec.Struct, frozen=True):
 
     root: Path = Path("/")
 
-    def at(self, path: str) -> Path:
+    def host_path(self, path: str) -> Path:
         return self.root / path.lstrip("/")
 
-    def real(self, path: str) -> str:
+    def resolve_path(self, path: str) -> str:
         """Where a path of the node leads, links followed."""
-        found = os.path.realpath(self.at(path))
+        found = os.path.realpath(self.host_path(path))
         top = os.path.realpath(self.root).rstrip("/")
         return (found[len(top) :] or "/") if found.startswith(f"{top}/") else found
 
-    def reals(self, paths: Iterable[str]) -> dict[str, str]:
+    def resolve_paths(self, paths: Iterable[str]) -> dict[str, str]:
         """Where paths lead that may lie on a shared file system; as they are where that hangs.
 
         In children, which may hang.
         """
         wanted = list(dict.fromkeys(paths))
-        works = [functools.partial(self.real, path) for path in wanted]
+        works = [functools.partial(self.resolve_path, path) for path in wanted]
         found = as_user.run_each_in_child(works, str, HANGS, HANGS, AT_ONCE)
         return {path: real or path for path, real in zip(wanted, found, strict=True)}
 
-    def data(self, path: str, most: int = LONGEST) -> bytes | None:
+    def read_bytes_or_none(self, path: str, most: int = LONGEST) -> bytes | None:
         """What a regular file begins with; None where it cannot be read."""
         try:
-            with open_descriptor(self.at(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
+            with open_descriptor(self.host_path(path), os.O_RDONLY | os.O_NONBLOCK) as fd:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     return None
                 with open(fd, "rb", closefd=False) as file:
@@ -57,34 +57,34 @@ class RootedTree(msgspec.Struct, frozen=True):
         except OSError:
             return None
 
-    def text(self, path: str, most: int = LONGEST) -> str | None:
+    def read_text_or_none(self, path: str, most: int = LONGEST) -> str | None:
         """Returns up to `most` bytes of a file as text; None where it cannot be read."""
-        data = self.data(path, most)
+        data = self.read_bytes_or_none(path, most)
         return None if data is None else data.decode(errors="replace")
 
-    def number(self, path: str) -> int | None:
+    def read_number_or_none(self, path: str) -> int | None:
         """Of a file of /proc or /sys that holds one."""
-        text = (self.text(path) or "").strip()
+        text = (self.read_text_or_none(path) or "").strip()
         return int(text) if is_number(text) else None
 
-    def names(self, path: str, most: int = MOST) -> list[str]:
+    def list_names(self, path: str, most: int = MOST) -> list[str]:
         """Up to so many of what a directory holds, sorted; nothing where it cannot be read."""
         try:
-            with os.scandir(self.at(path)) as found:
+            with os.scandir(self.host_path(path)) as found:
                 return sorted(one.name for one in itertools.islice(found, most))
         except OSError:
             return []
 
-    def mode(self, path: str) -> int | None:
+    def find_mode(self, path: str) -> int | None:
         """Of what a path leads to; None where that is nothing."""
         try:
-            return self.at(path).stat().st_mode
+            return self.host_path(path).stat().st_mode
         except OSError:
             return None
 
-    def disk(self, path: str) -> os.statvfs_result | None:
+    def find_statvfs(self, path: str) -> os.statvfs_result | None:
         """The file system that a path lies on, or would; None where it cannot be asked."""
-        place = self.at(self.real(path))
+        place = self.host_path(self.resolve_path(path))
         while not place.exists() and place != place.parent:
             place = place.parent
         try:
@@ -92,52 +92,54 @@ class RootedTree(msgspec.Struct, frozen=True):
         except OSError:
             return None
 
-    def program(self, name: str) -> str:
+    def find_program(self, name: str) -> str:
         """Where a program of the system lies, as run.py looks for it; "" where it is missing."""
-        return next(self.programs(name), "")
+        return next(self.list_programs(name), "")
 
-    def programs(self, name: str, path: str = PATH) -> Iterator[str]:
+    def list_programs(self, name: str, path: str = PATH) -> Iterator[str]:
         """All programs of that name on a PATH, in its order."""
         for folder in path.split(":"):
-            if folder.startswith("/") and self.runs(f"{folder}/{name}"):
+            if folder.startswith("/") and self.is_executable(f"{folder}/{name}"):
                 yield f"{folder}/{name}"
 
-    def runs(self, path: str) -> bool:
+    def is_executable(self, path: str) -> bool:
         """Whether a program lies there that can be executed."""
-        mode = self.mode(path) or 0
+        mode = self.find_mode(path) or 0
         return stat.S_ISREG(mode) and bool(mode & 0o111)
 
-    def mounts(self) -> list[MountInfo]:
+    def list_mounts(self) -> list[MountInfo]:
         """Those of the node; none where its /proc cannot be read."""
-        return mounts.parse_mountinfo(os.fsdecode(self.data("/proc/self/mountinfo") or b""))
+        return mounts.parse_mountinfo(
+            os.fsdecode(self.read_bytes_or_none("/proc/self/mountinfo") or b"")
+        )
 
-    def under(self, path: str) -> MountInfo | None:
+    def find_mount(self, path: str) -> MountInfo | None:
         """The mount that a resolved path lies on; None where none is known."""
-        return mounts.find_mount_of_path(self.mounts(), path)
+        return mounts.find_mount_of_path(self.list_mounts(), path)
 
 
 class RecordingTree(RootedTree, frozen=True):
-    """Such a tree that notes what was read of it: `facts` of each path, from before it was read.
+    """Such a tree that notes what was read of it: `file_stamps` of each path, from before it was read.
 
     Inode, size, mtime and ctime in ns; zeros for what is not there.
     """
 
-    facts: dict[str, tuple[int, int, int, int]] = msgspec.field(default_factory=dict)
+    file_stamps: dict[str, tuple[int, int, int, int]] = msgspec.field(default_factory=dict)
 
-    def data(self, path: str, most: int = LONGEST) -> bytes | None:
-        self.note(path)
-        return RootedTree.data(self, path, most)
+    def read_bytes_or_none(self, path: str, most: int = LONGEST) -> bytes | None:
+        self.record_path(path)
+        return RootedTree.read_bytes_or_none(self, path, most)
 
-    def names(self, path: str, most: int = MOST) -> list[str]:
-        self.note(path)
-        return RootedTree.names(self, path, most)
+    def list_names(self, path: str, most: int = MOST) -> list[str]:
+        self.record_path(path)
+        return RootedTree.list_names(self, path, most)
 
-    def note(self, path: str) -> None:
+    def record_path(self, path: str) -> None:
         """Note what changes with this path, if that is not noted yet."""
         try:
-            found = self.at(path).stat()
+            found = self.host_path(path).stat()
         except OSError:
-            self.facts.setdefault(path, (0, 0, 0, 0))
+            self.file_stamps.setdefault(path, (0, 0, 0, 0))
         else:
             times = found.st_mtime_ns, found.st_ctime_ns
-            self.facts.setdefault(path, (found.st_ino, found.st_size, *times))
+            self.file_stamps.setdefault(path, (found.st_ino, found.st_size, *times))

@@ -40,7 +40,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def total(cache: Cache) -> int:
-    return sum(one.bytes for one in cache.stored_entries())
+    return sum(one.bytes for one in cache.list_entries())
 
 
 def known(cache: Cache) -> int | None:
@@ -107,10 +107,10 @@ def test_entry_sum_stays_exact_as_entries_are_published_and_evicted(
     assert known(cache) == total(cache)
     publish(make_image(inode=1))  # in the place of the first one
     assert known(cache) == total(cache)
-    cache.evict(second.key)
-    cache.evict(second.key)  # gone already
+    cache.evict_entry(second.key)
+    cache.evict_entry(second.key)  # gone already
     assert known(cache) == total(cache) > 0
-    cache.take_back(first.key)
+    cache.demote_to_part(first.key)
     assert known(cache) == total(cache) == 0
 
 
@@ -122,14 +122,14 @@ def test_copy_of_data_evicts_the_oldest_data_only_if_it_would_exceed_the_data_sh
     evict.recount_entries(cache)
     sizes = {"/lustre/a": MIB, "/lustre/b": MIB, "/lustre/c": MIB // 2}
     keys = [publish_data(cache, make_image(path=path, size=size)) for path, size in sizes.items()]
-    taken = [one.bytes for one in cache.stored_entries()]
+    taken = [one.bytes for one in cache.list_entries()]
     assert known_data(cache) == sum(taken) > 2 * MIB
     room = functools.partial(evict.make_room, cache, leases, config, "/lustre/d", data=True)
     assert room(3 * MIB - sum(taken)) == ()
     assert room(3 * MIB - sum(taken) + 1) == (keys[0],)
-    assert known_data(cache) == sum(one.bytes for one in cache.stored_entries())
-    cache.take_back(keys[1])
-    cache.evict(keys[2])
+    assert known_data(cache) == sum(one.bytes for one in cache.list_entries())
+    cache.demote_to_part(keys[1])
+    cache.evict_entry(keys[2])
     assert known_data(cache) == 0
 
 
@@ -214,7 +214,7 @@ def test_entry_published_during_a_recount_is_in_the_entry_sum(
     publish(make_image(inode=1))
     if counted_before:
         evict.recount_entries(cache)
-    listed = Cache.stored_entries
+    listed = Cache.list_entries
     inodes = iter(range(2, 10))
 
     def publishing(self: Cache, known: list[StoredEntry] | tuple[()] = ()) -> list[StoredEntry]:
@@ -223,7 +223,7 @@ def test_entry_published_during_a_recount_is_in_the_entry_sum(
         publish(make_image(inode=next(inodes)))
         return found
 
-    monkeypatch.setattr(Cache, "stored_entries", publishing)
+    monkeypatch.setattr(Cache, "list_entries", publishing)
     evict.recount_entries(cache)
     monkeypatch.undo()
     assert (known(cache) or 0) >= total(cache)
@@ -260,13 +260,13 @@ def test_space_lock_is_free_while_entries_are_read(
 ) -> None:
     for inode in range(3):
         publish(make_image(inode=inode))
-    read, free = Cache._stored, []
+    read, free = Cache._read_entry_directory, []
 
     def looking(self: Cache, directory: Any) -> StoredEntry:
         free.append(lock.is_free(self.space_lock))
         return read(self, directory)
 
-    monkeypatch.setattr(Cache, "_stored", looking)
+    monkeypatch.setattr(Cache, "_read_entry_directory", looking)
     hook(cache, leases)
     assert free == [True] * 3
 
@@ -279,16 +279,16 @@ def test_eviction_respects_entries_pinned_or_published_since_the_entries_were_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = [publish(make_image(inode=inode)).key for inode in range(3)]
-    listed = Cache.stored_entries
+    listed = Cache.list_entries
 
     def changing(self: Cache, known: list[StoredEntry] | tuple[()] = ()) -> list[StoredEntry]:
         found = listed(self, known)
         if not known:
             (cache.entry_dir(keys[0]) / "pinned").touch()
-            cache.evict(keys[1])
+            cache.evict_entry(keys[1])
             keys.append(publish(make_image(inode=3)).key)
         return found
 
-    monkeypatch.setattr(Cache, "stored_entries", changing)
+    monkeypatch.setattr(Cache, "list_entries", changing)
     assert set(evict.evict_to_watermark(cache, leases, limited(1))) == {keys[2], keys[3]}
     assert [one.name for one in cache.entries.iterdir()] == [keys[0]]

@@ -33,7 +33,7 @@ ALL_MUST_GO = Config(max_size=SizeOrShare(size=1), min_free=SizeOrShare(size=0))
 
 
 def lease(leases: LeaseDirectory, job: int, key: str) -> None:
-    leases.write(Lease(job, User("", 0, 0), 0.0, "/cache", (EntryUse(key),)))
+    leases.write_lease(Lease(job, User("", 0, 0), 0.0, "/cache", (EntryUse(key),)))
 
 
 def test_eviction_to_the_watermark_spares_leased_and_pinned_entries(
@@ -59,7 +59,7 @@ def test_eviction_plan_names_exactly_the_entries_that_eviction_to_the_watermark_
     keys = [publish(make_image(inode=n)).key for n in range(3)]
     lease(leases, 1, keys[0])
     half(cache, "older boot", "another")
-    used = evict.measure_space(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    used = evict.measure_space(cache, cache.list_entries(), ALL_MAY_STAY).used
     of_part = tree_bytes(cache.part_dir("older boot"))
     assert of_part > 0
     fits_without_part = msgspec.structs.replace(
@@ -67,7 +67,7 @@ def test_eviction_plan_names_exactly_the_entries_that_eviction_to_the_watermark_
     )
 
     def planned(config: Config) -> tuple[str, ...]:
-        return evict.plan_to_watermark(cache, leases.keys, config).victims
+        return evict.plan_to_watermark(cache, leases.leased_keys, config).victims
 
     assert planned(fits_without_part) == ()
     assert set(planned(ALL_MUST_GO)) == set(keys[1:])
@@ -85,15 +85,15 @@ def test_part_of_an_earlier_boot_does_not_count_for_its_users_share(
     keys = [publish(make_image(path=f"/lustre/{user}", inode=user)).key for user in (1000, 2000)]
     for at, (key, user) in enumerate(zip(keys, (1000, 2000), strict=True)):
         (cache.entry_dir(key) / "used").write_text(str(user))
-        cache.touch(key, at)
+        cache.record_use(key, at)
     half(cache, "dead", "another", 2000)
-    sizes = [one.bytes for one in cache.stored_entries()]
+    sizes = [one.bytes for one in cache.list_entries()]
     config = msgspec.structs.replace(
         ALL_MAY_STAY,
         low_watermark=SizeOrShare(size=sum(sizes) - 1),
         max_user_share=SizeOrShare(size=max(sizes)),
     )
-    assert evict.plan_to_watermark(cache, leases.keys, config).victims == (keys[0],)
+    assert evict.plan_to_watermark(cache, leases.leased_keys, config).victims == (keys[0],)
     assert evict.evict_to_watermark(cache, leases, config) == (keys[0],)
 
 
@@ -127,14 +127,14 @@ def test_make_room_drops_an_unfinished_part_before_it_evicts_an_entry(
     half(cache, "mine", boot_id())
     half(cache, "left", boot_id())
     (cache.part("left").directory / "big").write_bytes(bytes(1 << 20))
-    used = evict.measure_space(cache, cache.stored_entries(), ALL_MAY_STAY).used
+    used = evict.measure_space(cache, cache.list_entries(), ALL_MAY_STAY).used
     tight = Config(max_size=SizeOrShare(size=used), min_free=SizeOrShare(size=0))
     with lock.held(cache.key_lock("mine"), 0):
         assert evict.make_room(cache, leases, tight, "/lustre/b", 0) == ()
         assert cache.part_dir("left").exists()
         assert evict.make_room(cache, leases, tight, "/lustre/b", 1 << 20) == ()
         assert [path.name for path in cache.parts.iterdir()] == ["mine"]
-    assert cache.read(key) is not None
+    assert cache.find_entry_by_key(key) is not None
 
 
 def half_tree(cache: Cache, key: str) -> int:
@@ -143,7 +143,7 @@ def half_tree(cache: Cache, key: str) -> int:
     part.directory.mkdir()
     part.image.write_bytes(bytes(1 << 20))
     wanted = SourceImage(FileIdentity("/a", 1, 8, 1, 1), AccessRights(0, 0, 0o644), "data")
-    part.write_owner(PartRecord(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
+    part.write_record(PartRecord(1, boot_id(), wanted, 4, "chunks", 7, 1.0))
     return tree_bytes(part.directory)
 
 

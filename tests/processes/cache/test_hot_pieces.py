@@ -47,7 +47,7 @@ def test_hot_map_is_saved_unless_it_is_empty_or_has_too_many_pieces(
 
 def test_hot_map_of_a_copy_under_way_is_saved_with_its_part(cache: Cache) -> None:
     hot_pieces.save_hot_map(cache, NEW, {3, 17})
-    assert cache.part(NEW.key).hot_chunks(2 * HOT_PIECE) == [1, 8]
+    assert cache.part(NEW.key).list_hot_chunks(2 * HOT_PIECE) == [1, 8]
 
 
 def test_hot_map_of_an_image_without_part_or_entry_is_not_saved(cache: Cache) -> None:
@@ -62,7 +62,7 @@ def test_superseding_image_inherits_the_hot_map_of_the_newest_version(cache: Cac
     hot_pieces.save_hot_map(cache, OLD, {1})
     hot_pieces.save_hot_map(cache, SourceImage(newer, OLD.access), {2})
     hot_pieces.inherit_hot_map(cache, NEW)
-    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]
+    assert cache.part(NEW.key).list_hot_chunks(HOT_PIECE) == [2]
 
 
 @pytest.mark.parametrize("change", [{"path": "/lustre/b.sqsh"}, {"size": 2 * SIZE}])
@@ -73,7 +73,7 @@ def test_image_of_another_path_or_size_inherits_no_hot_map(
     other = SourceImage(msgspec.structs.replace(NEW.identity, **change), NEW.access)
     cache.part(other.key).directory.mkdir(parents=True)
     hot_pieces.inherit_hot_map(cache, other)
-    assert cache.part(other.key).hot_chunks(HOT_PIECE) == []
+    assert cache.part(other.key).list_hot_chunks(HOT_PIECE) == []
 
 
 def test_inheriting_a_hot_map_makes_as_many_calls_among_10_as_among_1000_entries(
@@ -90,7 +90,7 @@ def test_inheriting_a_hot_map_makes_as_many_calls_among_10_as_among_1000_entries
         for number in range(some):
             (cache.entries / f"{number:04}").mkdir(exist_ok=True)
         counts.append(calls_of(inherit))
-        assert part.hot_chunks(HOT_PIECE) == [3]
+        assert part.list_hot_chunks(HOT_PIECE) == [3]
     assert counts[0] == counts[1]
 
 
@@ -102,14 +102,14 @@ def test_inherited_hot_map_is_inherited_again_after_its_first_image_was_evicted(
     cache.part_dir(NEW.key).rename(cache.entry_dir(NEW.key))
     entry = Entry(NEW.key, NEW.identity, NEW.access, 2.0, "chunks")
     (cache.entry_dir(NEW.key) / "entry.json").write_bytes(msgspec.json.encode(entry))
-    with cache.image(NEW.key).open("wb") as file:
+    with cache.image_path(NEW.key).open("wb") as file:
         file.truncate(SIZE)
     hot_pieces.index_entry(cache, NEW)
-    cache.evict(OLD.key)
+    cache.evict_entry(OLD.key)
     third = SourceImage(msgspec.structs.replace(NEW.identity, inode=3), NEW.access)
     cache.part(third.key).directory.mkdir(parents=True)
     hot_pieces.inherit_hot_map(cache, third)
-    assert cache.part(third.key).hot_chunks(HOT_PIECE) == [3]
+    assert cache.part(third.key).list_hot_chunks(HOT_PIECE) == [3]
 
 
 def test_hot_index_of_a_path_names_only_its_last_images(cache: Cache) -> None:
@@ -121,7 +121,7 @@ def test_hot_index_of_a_path_names_only_its_last_images(cache: Cache) -> None:
             stored(cache, image, 2.0 + number)
         hot_pieces.save_hot_map(cache, image, {number})
     hot_pieces.inherit_hot_map(cache, NEW)
-    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [8]
+    assert cache.part(NEW.key).list_hot_chunks(HOT_PIECE) == [8]
     (index,) = cache.hot_names.iterdir()
     assert len(msgspec.json.decode(index.read_bytes())) == hot_pieces.NAMED
 
@@ -148,7 +148,7 @@ def test_hot_index_with_wrong_content_gives_no_map_and_is_repaired_by_the_sweep(
     hot_pieces.repair_index(cache)
     cache.part(NEW.key).directory.mkdir()
     hot_pieces.inherit_hot_map(cache, NEW)
-    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [3]
+    assert cache.part(NEW.key).list_hot_chunks(HOT_PIECE) == [3]
 
 
 def test_hot_index_that_names_another_paths_image_gives_no_map(cache: Cache) -> None:
@@ -166,7 +166,7 @@ def test_hot_index_repair_drops_the_names_of_evicted_images(cache: Cache) -> Non
     hot_pieces.save_hot_map(cache, OLD, {3})
     hot_pieces.repair_index(cache)
     assert len(list(cache.hot_names.iterdir())) == 1
-    cache.evict(OLD.key)
+    cache.evict_entry(OLD.key)
     hot_pieces.repair_index(cache)
     assert list(cache.hot_names.iterdir()) == []
 
@@ -175,4 +175,4 @@ def test_resumed_copy_keeps_its_own_hot_map(cache: Cache) -> None:
     hot_pieces.save_hot_map(cache, OLD, {1})
     hot_pieces.save_hot_map(cache, NEW, {2})
     hot_pieces.inherit_hot_map(cache, NEW)
-    assert cache.part(NEW.key).hot_chunks(HOT_PIECE) == [2]
+    assert cache.part(NEW.key).list_hot_chunks(HOT_PIECE) == [2]

@@ -23,11 +23,11 @@ def test_crash_while_publishing_leaves_no_entry_and_a_second_publish_succeeds(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "evict", crash)
+        patch.setattr(Cache, "evict_entry", crash)
         with pytest.raises(KeyboardInterrupt):
             publish(make_image())
-    assert cache.find(make_image()) is None
-    assert cache.stored_entries() == []
+    assert cache.find_entry(make_image()) is None
+    assert cache.list_entries() == []
     cache.drop_part(make_image().key)
     publish(make_image())
 
@@ -37,9 +37,9 @@ def test_evicted_entry_is_not_found_but_stays_readable_for_a_process_that_has_it
 ) -> None:
     key = make_image().key
     publish(make_image())
-    with cache.image(key).open("rb") as late:
-        cache.evict(key)
-        assert cache.read(key) is None
+    with cache.image_path(key).open("rb") as late:
+        cache.evict_entry(key)
+        assert cache.find_entry_by_key(key) is None
         cache.delete_evicted()
         assert list(cache.evicted.iterdir()) == []
         assert late.read() == b"xxxxx"
@@ -57,10 +57,10 @@ def test_evicted_entry_with_a_hanging_reader_does_not_delay_other_deletions(
     held, other = make_image(), make_image(path="/mnt/shared/other.sqsh")
     for one in (held, other):
         publish(one)
-    cache.image(held.key).write_bytes(bytes(4 * 4096))
-    park(cache.image(held.key), "read")
+    cache.image_path(held.key).write_bytes(bytes(4 * 4096))
+    park(cache.image_path(held.key), "read")
     for one in (held, other):
-        cache.evict(one.key)
+        cache.evict_entry(one.key)
     cache.delete_evicted()
     assert [path.name for path in cache.evicted.iterdir()] == [f"{held.key}.0"]
     monkeypatch.setattr(module, "DELETION", 60.0)  # who hangs with it is known: nobody waits again

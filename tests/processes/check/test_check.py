@@ -973,12 +973,14 @@ def test_each_finding_has_a_planted_mistake() -> None:
 def test_check_finds_a_full_file_system_of_run_or_log_files(
     node: GoodNode, folder: str, found: tuple[str, str], lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = RootedTree.disk
+    real = RootedTree.find_statvfs
     blocks, inodes = (3, 50) if lack == "space" else (3000, 0)
     # f_bsize, f_frsize, f_blocks, f_bfree, f_bavail, f_files, f_ffree, f_favail, f_flag, f_namemax
     full = os.statvfs_result((4096, 4096, 4000, blocks, blocks, 100, inodes, inodes, 0, 255))
     monkeypatch.setattr(
-        RootedTree, "disk", lambda files, path: full if path == folder else real(files, path)
+        RootedTree,
+        "find_statvfs",
+        lambda files, path: full if path == folder else real(files, path),
     )
     (one,) = node.check().findings
     assert (one.id, one.level) == found
@@ -990,14 +992,14 @@ def test_read_only_configuration_directory_that_users_may_list_is_only_a_note(
 ) -> None:
     """As of an image that all nodes boot, or a ConfigMap."""
     node.write("/run/forestage/called.epilog", "1")
-    disk = RootedTree.disk
+    disk = RootedTree.find_statvfs
 
     def read_only(files: RootedTree, path: str) -> object:
         return (
             SimpleNamespace(f_flag=os.ST_RDONLY) if path == "/etc/forestage" else disk(files, path)
         )
 
-    monkeypatch.setattr(RootedTree, "disk", read_only)
+    monkeypatch.setattr(RootedTree, "find_statvfs", read_only)
     done = node.check()
     assert [(one.id, one.level) for one in done.findings] == [("config-listable", "note")]
     assert (done.status, done.code) == ("ok", 0)

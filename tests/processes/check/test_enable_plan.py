@@ -43,7 +43,7 @@ class Slurm:
         self.write(CONF, TEXT)
 
     def at(self, path: str) -> Path:
-        return self.files.at(path)
+        return self.files.host_path(path)
 
     def write(self, path: str, text: str) -> None:
         self.at(path).parent.mkdir(parents=True, exist_ok=True)

@@ -248,7 +248,7 @@ def test_quiet_evict_prints_only_if_an_entry_was_evicted(site: Site) -> None:
 def test_damaged_lease_is_shown_by_status_and_evict_evicts_nothing(site: Site) -> None:
     key = site.publish(site.image("a.sqsh"))
     site.lease(7, EntryUse(key))
-    site.node.leases.file(8).write_text("{")
+    site.node.leases.lease_file(8).write_text("{")
     done = site.run("status")
     assert done.exit_code == ExitStatus.OK
     assert "Problem: " in done.stdout
@@ -390,7 +390,7 @@ def test_path_command_prints_the_copy_only_if_the_source_is_unchanged(site: Site
     path = site.image("a.sqsh")
     assert "does not hold" in site.run("path", str(path)).stderr
     key = site.publish(path)
-    assert site.run("path", str(path)).stdout == f"{site.node.cache.image(key)}\n"
+    assert site.run("path", str(path)).stdout == f"{site.node.cache.image_path(key)}\n"
     path.write_bytes(b"newer")
     done = site.run("path", str(path))
     assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
@@ -416,7 +416,7 @@ def test_path_command_checks_the_source_beneath_its_redirect(site: Site) -> None
         try:
             mounts.enter_private_namespace()
             with path.open("ab") as below:
-                mounts.mount(str(site.node.cache.image(key)), str(path), mounts.MS_BIND)
+                mounts.mount(str(site.node.cache.image_path(key)), str(path), mounts.MS_BIND)
                 assert site.json("status")["redirects"] == [str(path)]
                 assert site.run("path", str(path)).exit_code == ExitStatus.OK
                 below.write(b"changed below the bind")
@@ -538,13 +538,13 @@ def test_path_command_reads_no_entry_if_the_copy_is_found_by_its_key(
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each entry is read, by its key."""
     reads: Counter[str] = Counter()
-    read = Cache._stored
+    read = Cache._read_entry_directory
 
     def counted(cache: Cache, directory: Path) -> StoredEntry:
         reads[directory.name] += 1
         return read(cache, directory)
 
-    monkeypatch.setattr(Cache, "_stored", counted)
+    monkeypatch.setattr(Cache, "_read_entry_directory", counted)
     return reads
 
 
@@ -633,7 +633,7 @@ def test_explain_of_a_job_without_events_exits_with_not_found_unless_the_job_has
     assert (done.exit_code, done.stdout) == (ExitStatus.NOT_FOUND, "")
     assert "asked for no image, ran elsewhere, never reached this node" in done.stderr
     site.lease(7)
-    site.node.leases.file(7).write_text("{")
+    site.node.leases.lease_file(7).write_text("{")
     done = site.run("explain", "7")
     assert done.exit_code == ExitStatus.OK
     assert "Problem: " in done.stdout

@@ -95,5 +95,5 @@ def test_off_by_clush_passes_a_reason_of_several_words_as_one_argument(
     done = clush("forestage off", "n[1-2]")
     assert done.returncode == ExitStatus.OK, done
     for name in ("n1", "n2"):
-        assert nodes[name].places.kept_off.read_text().splitlines() == ["INC 42"]
-    assert not nodes["n3"].places.kept_off.exists()
+        assert nodes[name].places.lasting_off_file.read_text().splitlines() == ["INC 42"]
+    assert not nodes["n3"].places.lasting_off_file.exists()

@@ -165,7 +165,7 @@ def test_queued_copies_are_listed_in_the_order_of_their_requests(site: Site) -> 
 
 def test_part_of_an_earlier_boot_is_not_listed_as_a_copy_under_way(site: Site) -> None:
     part, owner = site.part(site.image("a.sqsh", b"x" * CHUNK))
-    part.write_owner(msgspec.structs.replace(owner, boot="another"))
+    part.write_record(msgspec.structs.replace(owner, boot="another"))
     with lock.held(site.node.cache.key_lock(owner.image.key), 0):
         assert copies.list_copies(site.node) == ()
 

@@ -17,7 +17,7 @@ def mark(site: Site, hook: boundary.HookKind, job: int, ago: float = 60.0) -> No
     """As the hook leaves it."""
     site.places.run.mkdir(parents=True, exist_ok=True)
     boundary.record_call(hook, {"SLURM_JOB_ID": str(job)}, str(site.places.run))
-    os.utime(site.places.called(hook), (NOW - ago, NOW - ago))
+    os.utime(site.places.hook_call_mark(hook), (NOW - ago, NOW - ago))
 
 
 def step(site: Site, job: int, title: str = "slurmstepd: [{}.0]") -> None:
@@ -63,7 +63,7 @@ def test_job_without_a_prolog_is_reported_as_missed_also_after_job_ids_wrapped_a
     """With MaxJobId passed, or slurmctld's state lost; the job of before still runs."""
     mark(site, "prolog", 67043327)
     mark(site, "prolog", 5)
-    site.places.called("prolog").write_text(f"{5:10} {int(NOW) - 60:10}")
+    site.places.hook_call_mark("prolog").write_text(f"{5:10} {int(NOW) - 60:10}")
     slurmd(site, 3600, "slurmstepd: [67043327.batch]", pid=901)
     slurmd(site, 30, "slurmstepd: [67043327.4]", pid=902)
     slurmd(site, 30, "slurmstepd: [5.batch]", pid=903)
@@ -113,7 +113,7 @@ def test_recent_starts_are_counted_from_the_end_of_a_long_event_log(
 @pytest.mark.parametrize("text", ["", "x" * 50, "12\n13", "-3"])
 def test_hook_mark_with_garbage_is_shown_as_job_0(site: Site, text: str) -> None:
     mark(site, "prolog", 41)
-    site.places.called("prolog").write_text(text)
+    site.places.hook_call_mark("prolog").write_text(text)
     assert site.json("status")["calls"]["prolog"]["job"] == 0
     mark(site, "prolog", 42)
     assert site.json("status")["calls"]["prolog"]["time"] == NOW - 60

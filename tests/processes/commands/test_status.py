@@ -171,7 +171,7 @@ def test_status_on_a_host_without_jobs_advises_to_query_a_node_by_srun(site: Sit
     """A login node has the package and the same configuration, and a cache that nobody uses."""
     asks = "srun -w NODE forestage status"
     assert asks in site.run("status").output
-    mark = site.places.called("prolog")
+    mark = site.places.hook_call_mark("prolog")
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text("7")
     assert asks not in site.run("status").output

@@ -50,17 +50,17 @@ class Answers(SlurmClient):
     questions: list[int]
     meanwhile: Callable[[], None]
 
-    def job(self, job: int) -> JobState | None:
+    def find_job(self, job: int) -> JobState | None:
         self.questions.append(job)
         self.meanwhile()
         if job not in self.jobs:
             raise SlurmError("Unable to contact slurm controller")
         return self.jobs[job]
 
-    def knows_node(self, node: str) -> bool:
+    def has_node(self, node: str) -> bool:
         return node in self.nodes
 
-    def at_work(self) -> frozenset[int]:
+    def list_jobs_with_steps(self) -> frozenset[int]:
         return self.working
 
 
@@ -82,12 +82,12 @@ def swept(site: Site, asked: SlurmClient | None = None, dry_run: bool = False) -
 
 def hold(site: Site, job: int, *uses: EntryUse, node: str = "n1") -> Lease:
     lease = Lease(job, ALICE, NOW - 90, str(site.node.cache.root), uses, node=node)
-    site.node.leases.write(lease)
+    site.node.leases.write_lease(lease)
     return lease
 
 
 def jobs(site: Site) -> tuple[int, ...]:
-    return site.node.leases.jobs()
+    return site.node.leases.list_jobs()
 
 
 @pytest.fixture
@@ -181,13 +181,13 @@ def test_sweep_keeps_a_lease_that_was_renewed_while_slurm_answers(site: Site, to
     def meanwhile() -> None:
         leases = site.node.leases
         if touch == "again":
-            leases.write(lease)
+            leases.write_lease(lease)
         elif touch == "confirm":
-            before = leases.mark(7)
-            while leases.mark(7) == before:  # the kernel's clock ticks in milliseconds
-                leases.confirm(7)
+            before = leases.find_version(7)
+            while leases.find_version(7) == before:  # the kernel's clock ticks in milliseconds
+                leases.touch_lease(7)
         else:
-            leases.write(msgspec.structs.replace(lease, job=8))
+            leases.write_lease(msgspec.structs.replace(lease, job=8))
 
     released = swept(site, slurm({7: None, 8: None}, meanwhile=meanwhile)).released
     assert [one.job for one in released] == ([7] if touch == "new" else [])
@@ -206,7 +206,7 @@ def test_sweep_releases_the_lease_of_a_job_requeued_to_other_nodes(site: Site) -
 def test_damaged_lease_is_released_only_once_its_job_is_over(site: Site, damage: bytes) -> None:
     for job in (7, 8):
         hold(site, job)
-        site.node.leases.file(job).write_bytes(damage)
+        site.node.leases.lease_file(job).write_bytes(damage)
     site.node.cache.prepare(False)
     done = swept(site, slurm({7: None, 8: JobState("RUNNING", "n1")}))
     assert [one.job for one in done.released] == [7]
@@ -216,7 +216,7 @@ def test_damaged_lease_is_released_only_once_its_job_is_over(site: Site, damage:
 
 def test_lease_of_missing_cache_is_released_and_no_cache_created(site: Site) -> None:
     gone = site.places.root / "gone/forestage"
-    site.node.leases.write(Lease(7, ALICE, 0.0, str(gone), (EntryUse("0a", "/a"),)))
+    site.node.leases.write_lease(Lease(7, ALICE, 0.0, str(gone), (EntryUse("0a", "/a"),)))
     done = swept(site, slurm({7: None}))
     assert ([one.job for one in done.released], done.problems) == ([7], ())
     assert not gone.parent.exists()
@@ -253,7 +253,7 @@ def test_sweep_reports_a_lease_behind_a_busy_space_lock_and_releases_the_other_l
     hold(site, 7)
     other = site.places.root / "other"
     (other / "locks").mkdir(parents=True)
-    site.node.leases.write(Lease(8, ALICE, 0.0, str(other)))
+    site.node.leases.write_lease(Lease(8, ALICE, 0.0, str(other)))
     monkeypatch.setattr(lock, "SPACE_TIMEOUT", 0.05)
     with lock.held(other / "locks/space.lock", 0):
         done = swept(site, slurm({7: None, 8: None}))
@@ -300,7 +300,7 @@ def test_sweep_unmounts_a_stray_redirect_as_the_entrys_owner(
     image = site.image("a.sqsh")
     os.chown(image, 4242, 4242)
     one = bind(str(image), site.publish(image))
-    bound.append(msgspec.structs.replace(one, cache=site.node.cache.real))
+    bound.append(msgspec.structs.replace(one, cache=site.node.cache.real_root))
     asked: list[int] = []
 
     def take_off(
@@ -336,7 +336,7 @@ def part(site: Site, name: str, boot: str = "", age: float = 0.0) -> str:
     """A part whose stager is dead, last written `age` seconds ago."""
     made, owner = site.part(site.image(name, name.encode() * CHUNK))
     if boot:
-        made.write_owner(msgspec.structs.replace(owner, boot=boot))
+        made.write_record(msgspec.structs.replace(owner, boot=boot))
     for file in made.directory.iterdir():
         os.utime(file, (NOW - age, NOW - age))
     return owner.image.key
@@ -366,7 +366,7 @@ def from_earlier_boot(site: Site, name: str = "a.sqsh") -> str:
 
 
 def spoil(site: Site, key: str) -> None:
-    with site.node.cache.image(key).open("r+b") as file:
+    with site.node.cache.image_path(key).open("r+b") as file:
         file.seek(CHUNK + 5)
         file.write(b"\0")
 
@@ -494,7 +494,7 @@ def test_entry_evicted_before_the_sweep_verifies_it_is_no_problem(
 
     def the_other_goes(key: str) -> None:
         (other,) = keys - {key}
-        site.node.cache.evict(other)
+        site.node.cache.evict_entry(other)
 
     calling_first(the_other_goes)
     done = swept(site)
@@ -570,11 +570,11 @@ def test_entry_used_before_the_clock_was_set_back_counts_as_older_than_a_later_u
     site: Site, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     early, late = (site.publish(site.image(f"{name}.sqsh")) for name in "ab")
-    site.node.cache.touch(early, NOW)
+    site.node.cache.record_use(early, NOW)
     monkeypatch.setattr(site.node.clock, "wall", lambda: NOW + step)
     swept(site)
-    site.node.cache.touch(late, NOW + step + 1)
-    used = {one.key: one.used for one in site.node.cache.stored_entries()}
+    site.node.cache.record_use(late, NOW + step + 1)
+    used = {one.key: one.used for one in site.node.cache.list_entries()}
     assert used[early] == NOW + step
     assert used[late] > used[early]
 
@@ -585,7 +585,7 @@ def test_sweep_corrects_the_sum_of_the_entries(site: Site) -> None:
     wrong = entry_sum.EntrySum(boot_id(), bytes=1 << 40, counted=1)
     cache.entry_sum.write_bytes(msgspec.json.encode(wrong))
     swept(site)
-    (one,) = cache.stored_entries()
+    (one,) = cache.list_entries()
     assert entry_sum.read_sum(cache.entry_sum) == entry_sum.EntrySum(boot_id(), one.bytes, 2)
 
 
@@ -661,7 +661,7 @@ def test_exception_in_a_feature_stops_neither_other_features_nor_the_sweep(
     assert called == [name for one in SWEEP for name in (one, f"{one}, too")]
     assert jobs(site) == ()
     assert site.node.cache.is_proven(key), "entries were read"
-    assert site.places.called("sweep").exists()
+    assert site.places.hook_call_mark("sweep").exists()
     assert [one.job for one in events.read_events(site.places.events)] == [7]
 
 
@@ -673,7 +673,7 @@ def test_keyboard_interrupt_in_a_feature_ends_the_sweep(
     with pytest.raises(KeyboardInterrupt):
         swept(site)
     assert called == [SWEEP[0]]
-    assert not site.places.called("sweep").exists()
+    assert not site.places.hook_call_mark("sweep").exists()
 
 
 # --- room
@@ -760,7 +760,7 @@ def test_sweep_of_leftovers_and_sweep_of_entries_run_separately(site: Site) -> N
 
     first = only("entries")
     assert ([one.key for one in first.verified], first.kept, jobs(site)) == ([old], 1, (7,))
-    assert not site.places.called("sweep").exists(), "the alert is about leases"
+    assert not site.places.hook_call_mark("sweep").exists(), "the alert is about leases"
     assert only("entries").is_empty
     again = from_earlier_boot(site, "b.sqsh")
     second = only("leftovers")
@@ -775,7 +775,7 @@ def test_quiet_sweep_without_work_prints_nothing(site: Site, squeue: Callable[[s
 
 
 def test_sweep_writes_the_time_of_its_last_run(site: Site) -> None:
-    mark = site.places.called("sweep")
+    mark = site.places.hook_call_mark("sweep")
     assert not mark.exists()
     swept(site)
     os.utime(mark, (5.0, 5.0))
@@ -813,7 +813,7 @@ def test_stray_redirects_and_bad_entries_are_events_of_job_0(
 @pytest.fixture
 def squeue(programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A squeue that does what is said."""
-    monkeypatch.setattr(SlurmClient, "at_work", lambda self: frozenset())
+    monkeypatch.setattr(SlurmClient, "list_jobs_with_steps", lambda self: frozenset())
 
     def put(script: str) -> None:
         programs(squeue=script, scontrol="echo 'NodeName=n1 '")

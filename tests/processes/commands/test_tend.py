@@ -86,7 +86,7 @@ def tending(tmp_path: Path) -> Tending:
 def test_tend_runs_its_parts_and_prints_nothing_on_a_node_without_work(tending: Tending) -> None:
     """Here is no node exporter, and no cache yet."""
     assert tending.run() == (0, "")
-    assert tending.site.places.called("sweep").exists()
+    assert tending.site.places.hook_call_mark("sweep").exists()
     assert tending.ran() == ["metrics", "proofs", "room", "sweep"]
 
 

@@ -117,15 +117,15 @@ def test_bad_entry_is_evicted_even_if_leased_and_pinned(site: Site, source: Path
     key = site.publish(source)
     site.run("pin", key)
     site.lease(7, EntryUse(key))
-    site.node.leases.file(8).write_text("{")
+    site.node.leases.lease_file(8).write_text("{")
     spoil(site, key)
-    with site.node.cache.image(key).open("rb") as still:
+    with site.node.cache.image_path(key).open("rb") as still:
         printed = site.run("verify", key).stdout
         assert "in use by job 7: what they have open, they keep" in printed
         assert "evicted; its pin is gone with it" in printed
         assert len(still.read()) == len(DATA)
     assert not kept(site, key)
-    assert site.node.leases.read(7) is not None
+    assert site.node.leases.find_lease(7) is not None
 
 
 def test_bad_entry_is_reported_in_log_event_status_and_metrics(
@@ -256,7 +256,7 @@ def test_entry_with_wrong_mode_or_owner_is_bad(
 ) -> None:
     source.chmod(0o644)
     key = site.publish(source)
-    change(site.node.cache.image(key))
+    change(site.node.cache.image_path(key))
     assert what in one(site, code=ExitStatus.BAD)["detail"]
     assert not kept(site, key)
 
@@ -267,12 +267,12 @@ def raw_acl(*entries: tuple[int, int, int]) -> bytes:
 
 def test_acl_that_equals_the_mode_is_no_attribute_error(site: Site, source: Path) -> None:
     source.chmod(0o644)
-    entry = site.node.cache.read(site.publish(source))
+    entry = site.node.cache.find_entry_by_key(site.publish(source))
     assert entry is not None
     nobody = 0xFFFFFFFF
     plain = ((1, 6, nobody), (4, 4, nobody), (0x20, 4, nobody))
     named = ((1, 6, nobody), (2, 4, 65534), (4, 4, nobody), (0x10, 4, nobody), (0x20, 4, nobody))
-    with site.node.cache.image(entry.key).open("rb") as copy:
+    with site.node.cache.image_path(entry.key).open("rb") as copy:
         for acl, wrong in ((raw_acl(*plain), ""), (raw_acl(*named), "its ACL is none, expected")):
             access = msgspec.structs.replace(entry.access, acl=acl)
             printed = verify.format_attribute_errors(
@@ -367,7 +367,7 @@ def test_entry_copied_again_while_the_old_bytes_are_verified_is_not_evicted(
 
     def meanwhile(*args: Any) -> verify.EntryVerdict:
         found = judged(*args)
-        site.node.cache.evict(key)
+        site.node.cache.evict_entry(key)
         site.node.cache.delete_evicted()
         assert site.publish(source) == key
         return found
@@ -384,7 +384,7 @@ def test_entry_evicted_while_it_is_verified_is_not_bad(
     gather = verify._make_progress
 
     def meanwhile(*args: Any) -> copy_comparison.CompareProgress:
-        site.node.cache.evict(key)
+        site.node.cache.evict_entry(key)
         return gather(*args)
 
     monkeypatch.setattr(verify, "_make_progress", meanwhile)
@@ -433,7 +433,7 @@ def verified(node: Node, code: int = ExitStatus.OK) -> dict[str, Any]:
 
 
 def spoil_entry(node: Node, key: str) -> None:
-    with node.cache.image(key).open("r+b") as file:
+    with node.cache.image_path(key).open("r+b") as file:
         file.seek(4711)
         file.write(b"?")
 

@@ -33,7 +33,7 @@ def site() -> Iterator[Site]:
     site.places.run.mkdir(parents=True)
     for folder in (site.places.etc, site.places.config_parts, site.places.run):
         folder.chmod(0o755)
-    site.places.called("prolog").touch()
+    site.places.hook_call_mark("prolog").touch()
     yield site
     shutil.rmtree(root)
 
@@ -73,7 +73,7 @@ def test_sweep_makes_configuration_directories_unlistable_where_hooks_run(
 
 
 def test_sweep_keeps_configuration_directories_listable_where_no_hook_has_run(site: Site) -> None:
-    site.places.called("prolog").unlink()
+    site.places.hook_call_mark("prolog").unlink()
     sweep.make_config_unlistable(site.places)
     assert [mode(site.places.etc), mode(site.places.config_parts)] == [0o755, 0o755]
     assert not site.places.config_names.exists()

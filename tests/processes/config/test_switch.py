@@ -19,33 +19,33 @@ NOW = 1_800_000_000.0
 @pytest.fixture
 def places(tmp_path: Path) -> NodePaths:
     places = NodePaths(tmp_path)
-    for file in (places.kept_off, places.disabled):
+    for file in (places.lasting_off_file, places.disabled):
         file.parent.mkdir(parents=True, exist_ok=True)
     return places
 
 
 def test_turn_off_writes_a_file_in_etc_that_survives_a_reboot(places: NodePaths) -> None:
-    assert switch.turn_off(places, "INC-42", NOW + 60) == SwitchChange((places.kept_off,))
-    assert places.kept_off.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
+    assert switch.turn_off(places, "INC-42", NOW + 60) == SwitchChange((places.lasting_off_file,))
+    assert places.lasting_off_file.read_text() == f"until {int(NOW) + 60}\nINC-42\n"
     assert not places.disabled.exists()
 
 
 def test_turn_off_writes_the_file_in_run_if_etc_cannot_be_written(places: NodePaths) -> None:
-    places.kept_off.mkdir()
-    (places.kept_off / "x").touch()
+    places.lasting_off_file.mkdir()
+    (places.lasting_off_file / "x").touch()
     done = switch.turn_off(places, "INC-42\nuntil 0", None)
     assert done.files == (places.disabled,)
-    assert done.error == f"{places.kept_off} cannot be written: {os.strerror(errno.EISDIR)}"
+    assert done.error == f"{places.lasting_off_file} cannot be written: {os.strerror(errno.EISDIR)}"
     assert places.disabled.read_text() == "INC-42\\nuntil 0\n"
 
 
 def test_turn_off_writes_the_file_in_etc_if_run_cannot_be_written(places: NodePaths) -> None:
     places.disabled.mkdir()
     (places.disabled / "x").touch()
-    assert switch.turn_off(places, "INC-42", None).files == (places.kept_off,)
-    places.kept_off.unlink()
-    places.kept_off.mkdir()
-    (places.kept_off / "x").touch()
+    assert switch.turn_off(places, "INC-42", None).files == (places.lasting_off_file,)
+    places.lasting_off_file.unlink()
+    places.lasting_off_file.mkdir()
+    (places.lasting_off_file / "x").touch()
     with pytest.raises(IsADirectoryError):
         switch.turn_off(places, "INC-42", None)
 
@@ -68,7 +68,7 @@ def test_turn_off_writes_run_before_a_child_process_changes_etc(
 
 def test_turn_off_and_turn_on_delete_temporary_files_of_a_killed_command(places: NodePaths) -> None:
     for work in (lambda: switch.turn_off(places, "INC-42", None), lambda: switch.turn_on(places)):
-        for file in (places.kept_off, places.disabled):
+        for file in (places.lasting_off_file, places.disabled):
             file.with_name(f".{file.name}.b6a1bf5f60f96726").touch()
         work()
         assert [*places.etc.glob(".*"), *places.run.glob(".*")] == []
@@ -86,14 +86,14 @@ def test_turn_off_writes_its_temporary_file_again_after_another_process_deleted_
         replace(old, new)
 
     monkeypatch.setattr(records.os, "replace", replaced)
-    assert switch.turn_off(places, "INC-42", None) == SwitchChange((places.kept_off,))
+    assert switch.turn_off(places, "INC-42", None) == SwitchChange((places.lasting_off_file,))
     assert lost
 
 
 def test_turn_off_does_not_remove_the_file_of_an_upgrade(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", NOW + 60)
-    assert places.disabled.read_text() == places.kept_off.read_text()
+    assert places.disabled.read_text() == places.lasting_off_file.read_text()
 
 
 def test_off_reason_that_resembles_an_end_time_is_kept_as_text(places: NodePaths) -> None:
@@ -104,6 +104,6 @@ def test_off_reason_that_resembles_an_end_time_is_kept_as_text(places: NodePaths
 def test_turn_on_removes_and_names_both_files(places: NodePaths) -> None:
     places.disabled.write_text("forestage is being upgraded\n")
     switch.turn_off(places, "INC-42", None)
-    assert switch.turn_on(places).files == (places.disabled, places.kept_off)
+    assert switch.turn_on(places).files == (places.disabled, places.lasting_off_file)
     assert switch.turn_on(places).files == ()
     assert switch.find_off_file_reason(places, NOW) == ""

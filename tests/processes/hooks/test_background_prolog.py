@@ -225,9 +225,9 @@ def test_prolog_may_not_detach_after_the_file_that_names_the_companion_was_remov
 def test_prolog_may_not_detach_if_its_record_is_missing_damaged_or_of_another_release(
     node: Node, text: bytes | None
 ) -> None:
-    node.places.background.unlink()
+    node.places.background_marks.unlink()
     if text is not None:
-        node.places.background.write_bytes(text)
+        node.places.background_marks.write_bytes(text)
     assert not node.may()
 
 
@@ -237,12 +237,12 @@ def test_prolog_may_not_detach_if_the_companion_was_never_loaded(node: Node) -> 
 
 
 def test_detach_record_is_written_once_as_long_as_no_setting_changes(node: Node) -> None:
-    before = node.places.background.stat()
+    before = node.places.background_marks.stat()
     decided = step_record.format_config_lines(node.places)
     settings = load_config(node.places.etc)
     by_slurm = background_prolog.format_plugstack_lines(SlurmConf(str(node.conf)))
     record_detachable_partitions(node.places, settings, True, decided, by_slurm)
-    assert node.places.background.stat() == before
+    assert node.places.background_marks.stat() == before
     record_detachable_partitions(node.places, settings, False, [], by_slurm)
     assert node.may(), "files that cannot be told change nothing"
 
@@ -352,13 +352,13 @@ def test_hints_mark_is_deleted_unless_the_first_step_has_a_message_to_print(
     node: Node, me: User, say: tuple[str, ...], left: bool
 ) -> None:
     leases = LeaseDirectory(node.places.leases)
-    leases.say(Lease(7, me, time.time(), "/cache"), tell=True, say=say)
-    leases.hints(7).touch()
+    leases.add_notes_and_keep_lease(Lease(7, me, time.time(), "/cache"), tell=True, say=say)
+    leases.hints_flag(7).touch()
     uid = str(me.uid)
     job = Job.from_environ({"SLURM_JOB_ID": "7", "SLURM_JOB_UID": uid, "SLURM_JOB_GID": uid})
     background_prolog.clear_needless_hints_flag(node.places, job)
-    assert leases.hints(7).exists() is left
-    leases.note(7, me.uid, hinted=(b"/lustre/a",))
-    leases.begin_hinted(7)
+    assert leases.hints_flag(7).exists() is left
+    leases.add_notes(7, me.uid, hinted=(b"/lustre/a",))
+    leases.set_hints_flag(7)
     background_prolog.clear_needless_hints_flag(node.places, job)
-    assert leases.hinted(7) == ("/lustre/a",)
+    assert leases.list_hinted_images(7) == ("/lustre/a",)

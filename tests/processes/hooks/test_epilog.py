@@ -55,7 +55,7 @@ def holding(node: Node, job: Job, key: str, cache: Path | None = None) -> None:
     lease = Lease(
         job.id, job.user, 0.0, str(cache or node.cache.root), (EntryUse(key, "/lustre/a"),)
     )
-    node.leases.write(lease)
+    node.leases.write_lease(lease)
 
 
 Publish = Callable[[SourceImage], Entry]
@@ -66,11 +66,11 @@ def test_epilog_updates_the_last_use_of_the_jobs_entries(
     staging_node: Node, asking: Job, config: Config, publish: Publish, make_image: Make
 ) -> None:
     key = publish(make_image()).key
-    staging_node.cache.touch(key, 5.0)
+    staging_node.cache.record_use(key, 5.0)
     holding(staging_node, asking, key)
     before = staging_node.clock.wall()
     ended(staging_node, asking, None)
-    (stored,) = staging_node.cache.stored_entries()
+    (stored,) = staging_node.cache.list_entries()
     assert stored.used == pytest.approx(before, abs=3600)
 
 
@@ -83,7 +83,7 @@ def test_epilog_unmounts_redirects_as_the_jobs_user_after_dropping_the_lease(
     users: list[User] = []
 
     def claim_unneeded(cache: Cache, leases: LeaseDirectory, *_: object) -> list[ClaimedBind]:
-        ended.append(leases.read(asking.id))
+        ended.append(leases.find_lease(asking.id))
         return [ClaimedBind(bind, cache)] * 3
 
     monkeypatch.setattr(redirect, "claim_unneeded_binds", claim_unneeded)
@@ -116,9 +116,11 @@ def test_epilog_drops_the_lease_of_a_job_with_staging_switched_off(
     staging_node: Node, asking: Job, config: Config
 ) -> None:
     node = staging_node
-    node.leases.say(Lease(asking.id, asking.user, 0.0, str(node.cache.root)), off=True)
+    node.leases.add_notes_and_keep_lease(
+        Lease(asking.id, asking.user, 0.0, str(node.cache.root)), off=True
+    )
     assert ended(node, asking, config) == ("released", "")
-    assert node.leases.all() == []
+    assert node.leases.list_leases() == []
 
 
 @pytest.mark.parametrize(
@@ -199,5 +201,5 @@ def test_exception_in_a_feature_stops_neither_other_features_nor_the_epilog(
     assert [one.result for one in outcomes] == ["released"], "it is told what the core has done"
     assert len(outcomes[0].evicted) == 1
     assert called == [EPILOG[0], f"{EPILOG[0]}, too", EPILOG[1], f"{EPILOG[1]}, too"]
-    assert staging_node.leases.all() == []
-    assert staging_node.cache.stored_entries() == [], "evicted"
+    assert staging_node.leases.list_leases() == []
+    assert staging_node.cache.list_entries() == [], "evicted"

@@ -62,7 +62,7 @@ def entry_in_cache(
 @pytest.fixture
 def node(staging_node: Node) -> Node:
     """Paths are left alone here; that they are redirected is in tests/hooks."""
-    return staging_node.configured(redirect="none", require_mount=False)
+    return staging_node.with_config(redirect="none", require_mount=False)
 
 
 WAITS: float = 600.0
@@ -77,7 +77,7 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
         job: Job = asking,
         config: dict[str, object] | None = None,
     ) -> RequestResult:
-        here = node.configured(**(config or {}))
+        here = node.with_config(**(config or {}))
         request = Request(path or str(file), "option")
         limit = HookDeadlines.of(node.clock, 600.0, copy, small=False)
         (answer,) = serve.serve_requests(here, job, [request], limit, refusal)
@@ -91,7 +91,7 @@ def said(answer: RequestResult) -> tuple[str, str]:
 
 
 def held(node: Node) -> tuple[EntryUse, ...]:
-    lease = node.leases.read(7)
+    lease = node.leases.find_lease(7)
     return lease.uses if lease else ()
 
 
@@ -156,7 +156,7 @@ def slow(file: Path, monkeypatch: Patch) -> list[str]:
     def obtain(*given: object) -> None:
         deadline = given[4]
         assert isinstance(deadline, Deadline)
-        begun.append("waited" if deadline.left() > 1 else "did not wait")
+        begun.append("waited" if deadline.seconds_left() > 1 else "did not wait")
         raise Declined("deadline", "half of it is here")
 
     monkeypatch.setattr(copy_wait, "ensure_copy_started", begin)
@@ -243,7 +243,7 @@ def test_copy_that_ends_while_a_later_redirect_is_recorded_is_redirected_at_once
     node: Node, handle: Handle, file: Path, slow: list[str], monkeypatch: Patch
 ) -> None:
     """The stager may have looked who asks before this job did."""
-    monkeypatch.setattr(Cache, "find", lambda *_: object())
+    monkeypatch.setattr(Cache, "find_entry", lambda *_: object())
     monkeypatch.setattr(redirect, "mount_redirect", lambda *_: "mounted")
     answer = handle(copy=None, config={"redirect": "bind"})
     assert (answer.outcome.result, answer.outcome.redirect) == ("joined", "mounted")
@@ -263,17 +263,17 @@ def test_only_a_small_image_is_waited_for_if_the_job_does_not_ask_to_wait(
     node: Node, copy: float | None, small: bool, size: int, left: float
 ) -> None:
     limit = HookDeadlines.of(node.clock, 60.0, copy, small)
-    assert limit.for_copy(size).left() == pytest.approx(left, abs=0.5)
+    assert limit.for_copy(size).seconds_left() == pytest.approx(left, abs=0.5)
 
 
 def test_request_is_declined_if_the_jobs_lease_has_too_many_images(
     node: Node, asking: Job, handle: Handle, monkeypatch: Patch
 ) -> None:
     held = Lease(7, asking.user, 0.0, str(node.cache.root), (EntryUse("0a"),))
-    node.leases.write(held)
-    monkeypatch.setattr(leases, "MAX_BYTES", node.leases.file(7).stat().st_size)
+    node.leases.write_lease(held)
+    monkeypatch.setattr(leases, "MAX_BYTES", node.leases.lease_file(7).stat().st_size)
     assert said(handle()) == ("declined", "too-many")
-    assert node.leases.read(7) == held
+    assert node.leases.find_lease(7) == held
 
 
 @pytest.fixture

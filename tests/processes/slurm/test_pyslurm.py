@@ -70,7 +70,7 @@ def asked(request: pytest.FixtureRequest, mocker: MockerFixture, tmp_path: Path)
         load = mocker.Mock(side_effect=RPCError(errors[case]) if case in errors else LOADED[case])
         bound(mocker, load)
         # In doubt the commands are asked, which are silent as well.
-        return commands(tmp_path, SQUEUE["silent"])._replace(bound=True)
+        return commands(tmp_path, SQUEUE["silent"])._replace(uses_pyslurm=True)
 
     return asking
 
@@ -87,12 +87,12 @@ def asked(request: pytest.FixtureRequest, mocker: MockerFixture, tmp_path: Path)
 def test_job_state_is_the_same_from_squeue_and_from_pyslurm(
     asked: Asked, case: str, expected: JobState | None
 ) -> None:
-    assert asked(case).job(7) == expected
+    assert asked(case).find_job(7) == expected
 
 
 def test_query_of_a_silent_slurm_raises_slurm_error(asked: Asked) -> None:
     with pytest.raises(SlurmError):
-        asked("silent").job(7)
+        asked("silent").find_job(7)
 
 
 # --- what only pyslurm can do wrong
@@ -122,8 +122,8 @@ def test_job_query_falls_back_to_squeue_if_pyslurm_fails_hangs_or_names_another_
     bound(mocker, load)
     if load is hangs:
         monkeypatch.setattr(slurm_client, "TIMEOUT", 0.5)
-    slurm = commands(tmp_path, SQUEUE["running"])._replace(bound=True)
-    assert slurm.job(7) == JobState("RUNNING", "n[1-2]")
+    slurm = commands(tmp_path, SQUEUE["running"])._replace(uses_pyslurm=True)
+    assert slurm.find_job(7) == JobState("RUNNING", "n[1-2]")
     assert (tmp_path / "asked").read_text() == "squeue\n"
 
 
@@ -131,7 +131,7 @@ def test_job_query_answered_by_pyslurm_runs_no_squeue(
     mocker: MockerFixture, tmp_path: Path
 ) -> None:
     bound(mocker, LOADED["over"])
-    assert commands(tmp_path, "exit 9")._replace(bound=True).job(7) is not None
+    assert commands(tmp_path, "exit 9")._replace(uses_pyslurm=True).find_job(7) is not None
     assert not (tmp_path / "asked").exists()
 
 
@@ -144,7 +144,7 @@ def test_pyslurm_reports_whether_slurm_knows_the_node(
         side_effect=None if knows else error, return_value=SimpleNamespace(name="n1")
     )
     bound(mocker, load, "Node")
-    assert commands(tmp_path, "exit 9")._replace(bound=True).knows_node("n1") is knows
+    assert commands(tmp_path, "exit 9")._replace(uses_pyslurm=True).has_node("n1") is knows
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_pyslurm_is_used_only_if_its_release_matches_the_sites_slurm(
 ) -> None:
     mocker.patch.object(pyslurm, "find_installed_version", return_value=own)
     assert pyslurm.is_compatible(site) is expected
-    assert commands(tmp_path, f"echo '{site}'").bind().bound is expected
+    assert commands(tmp_path, f"echo '{site}'").with_pyslurm().uses_pyslurm is expected
 
 
 def test_missing_pyslurm_is_not_imported_and_no_slurm_command_is_run(tmp_path: Path) -> None:
-    assert commands(tmp_path, "exit 9").bind().bound is False
+    assert commands(tmp_path, "exit 9").with_pyslurm().uses_pyslurm is False
     assert not (tmp_path / "asked").exists()
     assert "pyslurm" not in sys.modules

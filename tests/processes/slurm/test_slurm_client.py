@@ -33,7 +33,7 @@ def fake(tmp_path: Path) -> Fake:
 
 
 def test_squeue_is_queried_for_the_one_job_by_its_id(fake: Fake, tmp_path: Path) -> None:
-    assert fake("echo '7|RUNNING|n1'").job(7) == JobState("RUNNING", "n1")
+    assert fake("echo '7|RUNNING|n1'").find_job(7) == JobState("RUNNING", "n1")
     (line,) = (tmp_path / "asked").read_text().splitlines()
     assert line.split()[-1] == "--jobs=7", "all jobs of a cluster would be too many"
     assert {"--local", "--states=all", "--noheader"} < set(line.split())
@@ -61,10 +61,10 @@ def test_job_is_unknown_only_if_squeue_fails_with_exactly_slurms_message(
     fake: Fake, squeue: str, unknown: bool
 ) -> None:
     if unknown:
-        assert fake(squeue).job(7) is None
+        assert fake(squeue).find_job(7) is None
         return
     with pytest.raises(SlurmError):
-        fake(squeue).job(7)
+        fake(squeue).find_job(7)
 
 
 def test_squeue_that_hangs_raises_slurm_error_at_the_timeout(
@@ -72,7 +72,7 @@ def test_squeue_that_hangs_raises_slurm_error_at_the_timeout(
 ) -> None:
     monkeypatch.setattr(slurm_client, "TIMEOUT", 0.1)
     with pytest.raises(SlurmError, match="did not end"):
-        fake("sleep 600").job(7)
+        fake("sleep 600").find_job(7)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_node_is_known_only_if_scontrol_prints_exactly_its_name(
     asked = fake(scontrol=scontrol)
     if knows is None:
         with pytest.raises(SlurmError):
-            asked.knows_node("n1")
+            asked.has_node("n1")
     else:
-        assert asked.knows_node("n1") == knows
+        assert asked.has_node("n1") == knows
 
 
 def test_slurm_commands_run_from_path_with_slurm_conf_and_without_other_slurm_variables(
@@ -105,8 +105,8 @@ def test_slurm_commands_run_from_path_with_slurm_conf_and_without_other_slurm_va
         "SQUEUE_FORMAT": "%i",
         "SLURM_CLUSTERS": "other",
     }
-    assert SlurmClient.of(environ).job(7) == JobState("RUNNING", "n1")
+    assert SlurmClient.from_environ(environ).find_job(7) == JobState("RUNNING", "n1")
     seen = (tmp_path / "env").read_text().splitlines()
     assert "SLURM_CONF=/opt/slurm.conf" in seen
     assert not [line for line in seen if line.startswith(("SQUEUE", "SLURM_CLUSTERS"))]
-    assert SlurmClient.of({}).path == run.PATH
+    assert SlurmClient.from_environ({}).path == run.PATH

@@ -33,7 +33,7 @@ def test_file_head_is_read_from_the_copy_or_else_from_the_source(
     (shared / "a").write_bytes(data)
     wanted = None if copied is None else lambda _: copied
     found, line = opening.open_as_user(
-        str(shared / "a"), me, [str(shared)], None, PATIENCE, copied_head=wanted
+        str(shared / "a"), me, [str(shared)], None, PATIENCE, read_copy_head=wanted
     )
     line.close()
     assert found.head == head
@@ -45,7 +45,7 @@ def test_file_head_of_an_image_already_in_the_cache_is_not_read(
 ) -> None:
     (shared / "a").write_bytes(HEAD)
     found, line = opening.open_as_user(
-        str(shared / "a"), me, [str(shared)], None, PATIENCE, is_new=lambda _: new
+        str(shared / "a"), me, [str(shared)], None, PATIENCE, is_not_in_cache=lambda _: new
     )
     line.close()
     assert found.head == (HEAD[:48] if new else b"")

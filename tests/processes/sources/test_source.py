@@ -78,7 +78,7 @@ def test_source_is_opened_with_direct_io_only_on_a_block_device(
     monkeypatch.setattr(os, "major", lambda _: device)
     found = source.open_source(opened)
     assert found == ReadableSource(
-        opened.fd, found.direct, 5, opened.image.path, chunks=found.chunks
+        opened.fd, found.direct, 5, opened.image.path, map_chunks=found.map_chunks
     )
     assert (found.direct is not None) == past
     if found.direct is not None:

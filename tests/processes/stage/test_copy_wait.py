@@ -44,7 +44,7 @@ def opened(shared: Path, look: Callable[[Path], OpenImage]) -> Iterator[OpenImag
 @pytest.fixture
 def obtain(staging_node: Node, asking: Job, opened: OpenImage) -> Obtain:
     def obtaining(seconds: float = 3600.0, **config: object) -> Arrival:
-        node = staging_node.configured(**config)
+        node = staging_node.with_config(**config)
         return obtained(node, asking, opened, Deadline.after(seconds, node.clock))
 
     return obtaining
@@ -127,7 +127,7 @@ def test_entry_published_since_the_hook_searched_the_cache_is_joined(
     obtain: Obtain, copies: Copies, monkeypatch: Patch
 ) -> None:
     obtain()
-    find = Cache.find
+    find = Cache.find_entry
     first = iter([None])
     here = os.getpid()
 
@@ -135,7 +135,7 @@ def test_entry_published_since_the_hook_searched_the_cache_is_joined(
         found = find(cache, wanted)
         return next(first, found) if os.getpid() == here else found
 
-    monkeypatch.setattr(Cache, "find", late)
+    monkeypatch.setattr(Cache, "find_entry", late)
     assert obtain() == "joined"
     assert copies.count == 1
 
@@ -160,7 +160,7 @@ def test_killed_stager_with_a_late_freed_lock_counts_as_one_failed_try(
 
         def close(self) -> None: ...
 
-        def recv(self, timeout: float, flags: int = 0) -> StartReport | None:
+        def receive_message(self, timeout: float, flags: int = 0) -> StartReport | None:
             return self.messages.pop(0) if self.messages else StartReport("died")
 
     def start(task: CopyTask) -> StartChannel:
@@ -224,7 +224,7 @@ def under_way(
         phase="copying",
         began=1000.0 - 10,
     )
-    part.write_owner(msgspec.structs.replace(owner, **changes))
+    part.write_record(msgspec.structs.replace(owner, **changes))
     part.map.write_bytes(b"\1" * 16 * there + bytes(16) * (chunks - there))
 
 
@@ -253,14 +253,14 @@ def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
     mine: dict[str, object],
     hopeless: bool,
 ) -> None:
-    node = msgspec.structs.replace(staging_node.configured(max_copies=1), clock=ManualClock())
+    node = msgspec.structs.replace(staging_node.with_config(max_copies=1), clock=ManualClock())
     ahead, wanted = make_image(inode=5, size=SIZE), make_image(size=SIZE)
     under_way(node.cache, ahead, 5, 10, **{"placed": True, **changes})
     under_way(node.cache, wanted, 0, 10, **{"since": 990.0, "phase": "queued", **mine})
     monkeypatch.setattr(copy_queue, "STALLED_AFTER", 1e9)
     monkeypatch.setattr(lock, "is_free", lambda _: False)
     needed = Lease(8, User("", 1, 1), 0.0, "", (EntryUse(ahead.key), EntryUse(wanted.key)))
-    node.leases.write(needed)
+    node.leases.write_lease(needed)
     eta = CopyEstimate(node, wanted, Deadline.after(left, node.clock))
     assert eta.hopeless() is hopeless
     assert ("is queued behind other copies for 10s more" in eta.summary()) is (eta.begins > 0)
@@ -270,7 +270,7 @@ def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
 @pytest.fixture
 def living(monkeypatch: Patch) -> None:
     """The stagers that these tests make up are taken for processes that run."""
-    monkeypatch.setattr(Cache, "stager", lambda cache, key: cache.part(key).owner())
+    monkeypatch.setattr(Cache, "find_stager", lambda cache, key: cache.part(key).owner())
 
 
 @pytest.mark.usefixtures("living")
@@ -375,7 +375,7 @@ def test_resumed_copy_is_not_estimated_by_the_rate_of_the_killed_copy(
     killed_one = pipeline.claim_part(CopyTask(node, asking, opened))
     began = node.clock.monotonic() - 3600
     part = cache.part(opened.image.key)
-    part.write_owner(msgspec.structs.replace(killed_one, phase="copying", began=began))
+    part.write_record(msgspec.structs.replace(killed_one, phase="copying", began=began))
     part.image.write_bytes(CONTENT)
     part.map.write_bytes(b"\1" * 16 + bytes(32))
     copies.deed = lambda: node.clock.sleep(0.3)

@@ -48,9 +48,9 @@ def test_engine_copies_all_bytes_and_writes_a_complete_map(
     os.write(source, data)
     bring(engine, source, part)
     assert part.image.read_bytes() == data
-    assert not list_missing_chunks(part.digests(), size, CHUNK)
+    assert not list_missing_chunks(part.read_digests(), size, CHUNK)
     sums = [digest.digest_chunk(data[at : at + CHUNK]) for at in range(0, size, CHUNK)]
-    assert digest.split_map(part.digests()) == sums
+    assert digest.split_map(part.read_digests()) == sums
 
 
 def test_engine_copies_holes_as_zero_bytes(engine: Engine, source: int, part: Part) -> None:
@@ -76,7 +76,7 @@ def test_engine_writes_into_the_reserved_file_and_creates_no_other(
     """A new file in its place would need the space twice, and lose the reservation."""
     os.write(source, b"right")
     engine.reserve(of(source), part)
-    assert part.allocated() >= len(b"right")
+    assert part.allocated_bytes() >= len(b"right")
     inode = part.image.stat().st_ino
     engine.copy(of(source), part, threading.Event())
     assert part.image.stat().st_ino == inode
@@ -169,7 +169,7 @@ def test_failed_rsync_raises_its_exit_status_and_message_and_writes_no_map(
     with pytest.raises(Failed, match="rsync: exit 23 rsync: error: no luck") as caught:
         RsyncEngine(TUNING).copy(of(source), part, threading.Event())
     assert caught.value.reason == "copy"
-    assert part.digests() == b""
+    assert part.read_digests() == b""
 
 
 def test_missing_rsync_raises_an_error_that_says_not_installed(
@@ -198,4 +198,4 @@ def test_engine_and_its_tuning_follow_the_configuration() -> None:
     assert engines.derive_tuning(asked, CHUNK) == CopyTuning(threads=3, chunk=CHUNK, bandwidth=7)
     assert isinstance(engines.choose_engine(Config(), CHUNK), ChunkEngine)
     assert isinstance(engines.choose_engine(Config(engine="rsync"), CHUNK), RsyncEngine)
-    assert chunk_count(1, Config().chunk_of(1)) == 1
+    assert chunk_count(1, Config().chunk_bytes_for(1)) == 1

@@ -72,7 +72,7 @@ def refused(task: CopyTask, reason: str) -> bool:
 
 
 def configured(task: CopyTask, **changes: object) -> CopyTask:
-    return msgspec.structs.replace(task, node=task.node.configured(**changes))
+    return msgspec.structs.replace(task, node=task.node.with_config(**changes))
 
 
 class During:
@@ -117,7 +117,7 @@ def test_published_copy_with_an_inherited_hot_map_is_added_to_the_hot_index(
     cache = task.node.cache
     run(task)
     assert not cache.hot_names.exists()
-    cache.evict(task.key)
+    cache.evict_entry(task.key)
 
     def take_over() -> None:
         task.part.hot.write_bytes(b"[0]")
@@ -131,9 +131,9 @@ def test_published_copy_with_an_inherited_hot_map_is_added_to_the_hot_index(
 def test_published_entry_has_the_sources_bytes_their_map_and_their_digest(task: CopyTask) -> None:
     cache = task.node.cache
     run(task)
-    entry = cache.find(task.image)
+    entry = cache.find_entry(task.image)
     assert entry is not None
-    assert cache.image(task.key).read_bytes() == CONTENT
+    assert cache.image_path(task.key).read_bytes() == CONTENT
     folder = cache.entry_dir(task.key)
     assert sorted(os.listdir(folder)) == ["boot", "entry.json", "image", "map", "used"]
     sums = (folder / "map").read_bytes()
@@ -168,10 +168,10 @@ def test_every_engine_publishes_the_same_bytes(task: CopyTask, changes: dict[str
     task = configured(task, **changes)
     config = task.node.config
     run(task)
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
-    entry = task.node.cache.find(task.image)
+    assert task.node.cache.image_path(task.key).read_bytes() == CONTENT
+    entry = task.node.cache.find_entry(task.image)
     assert entry is not None
-    assert entry.digest == digest.digest_image(task.node.cache.digests(entry))
+    assert entry.digest == digest.digest_image(task.node.cache.read_digests(entry))
     assert entry.engine == config.engine
 
 
@@ -183,7 +183,7 @@ def test_copy_has_the_mode_and_time_of_its_source(
     os.utime(source, ns=(5 * SECOND, 7 * SECOND + 1))
     opened = look(source)
     run(CopyTask(staging_node, asking, opened))
-    copied = staging_node.cache.image(opened.image.key).stat()
+    copied = staging_node.cache.image_path(opened.image.key).stat()
     opened.close()
     assert copied.st_mode & 0o7777 == mode
     assert copied.st_mtime_ns == 7 * SECOND + 1
@@ -195,7 +195,7 @@ def test_copy_belongs_to_the_owner_of_its_source(
     os.chown(source, 65534, 65533)
     opened = look(source)
     run(CopyTask(staging_node, asking, opened))
-    copied = staging_node.cache.image(opened.image.key).stat()
+    copied = staging_node.cache.image_path(opened.image.key).stat()
     opened.close()
     assert (copied.st_uid, copied.st_gid) == (65534, 65533)
 
@@ -211,7 +211,7 @@ def test_copy_is_not_published_if_its_acl_cannot_be_set(task: CopyTask, monkeypa
     def unable(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(FileSource, "must_be_unchanged", lambda _: None)
+    monkeypatch.setattr(FileSource, "check_unchanged", lambda _: None)
     monkeypatch.setattr(os, "setxattr", unable)
     assert not refused(task, "acl")
 
@@ -301,10 +301,10 @@ def test_change_of_the_open_source_is_detected_though_its_path_leads_to_an_uncha
     monkeypatch.setattr(
         "forestage.sources.opening.open_as_user", lambda *_, **__: (seen, socket.socket())
     )
-    task.source.must_be_unchanged()
+    task.source.check_unchanged()
     change(source)
     with pytest.raises(Declined) as caught:
-        task.source.must_be_unchanged()
+        task.source.check_unchanged()
     assert caught.value.reason == "changed"
 
 
@@ -360,7 +360,7 @@ def test_copy_of_another_size_is_never_published(
 def leave_part(task: CopyTask, **changes: object) -> None:
     """Leaves a part with all bytes but the first chunk, as a killed stager does."""
     owner = pipeline.claim_part(task)
-    task.part.write_owner(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
+    task.part.write_record(msgspec.structs.replace(owner, phase="copying", began=1.0, **changes))
     allocation.reserve_part(task.part, len(CONTENT), CHUNK, set(range(3)))
     task.part.image.write_bytes(b"y" * len(CONTENT))
     whole, last = (
@@ -376,7 +376,7 @@ def owners(task: CopyTask, monkeypatch: Patch) -> dict[str, PartRecord]:
     seen: dict[str, PartRecord] = {}
 
     def listen(name: str) -> None:
-        owner = task.part.owner()
+        owner = task.part.find_record()
         if owner is not None:
             seen.setdefault(name, owner)
 
@@ -387,7 +387,7 @@ def owners(task: CopyTask, monkeypatch: Patch) -> dict[str, PartRecord]:
 def test_killed_copy_is_resumed_from_its_map(task: CopyTask, owners: dict[str, PartRecord]) -> None:
     leave_part(task)
     assert run(task).resumed == len(CONTENT) - CHUNK
-    copied = task.node.cache.image(task.key).read_bytes()
+    copied = task.node.cache.image_path(task.key).read_bytes()
     assert copied == CONTENT[:CHUNK] + b"y" * (len(CONTENT) - CHUNK)
     assert (owners["claimed"].phase, owners["claimed"].began) == ("queued", 0.0)
     reserved = owners["reserved"]
@@ -426,7 +426,7 @@ def test_part_of_another_boot_chunk_size_engine_or_image_is_not_resumed(
     else:
         leave_part(task, **({"image": make_image()} if "image" in changes else changes))
     assert run(task).resumed == 0
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert task.node.cache.image_path(task.key).read_bytes() == CONTENT
 
 
 def test_stager_records_itself_in_the_part_before_it_copies(
@@ -441,7 +441,7 @@ def test_stager_records_itself_in_the_part_before_it_copies(
 
 def test_copy_stopped_in_the_queue_creates_no_image_file(task: CopyTask) -> None:
     other = task.node.cache.part("other")
-    other.write_owner(msgspec.structs.replace(pipeline.claim_part(task), since=1.0))
+    other.write_record(msgspec.structs.replace(pipeline.claim_part(task), since=1.0))
     stop = threading.Event()
     stop.set()
     with lock.held(task.node.cache.key_lock("other"), 0), pytest.raises(CopyStopped):
@@ -514,7 +514,7 @@ def test_copy_makes_room_before_any_work_that_grows_with_the_image_size(
     phases: list[str | None] = []
 
     def full(*_: object, **__: object) -> None:
-        owner = task.part.owner()
+        owner = task.part.find_record()
         phases.append(owner and owner.phase)
         raise Declined("no-room", "full")
 
@@ -530,7 +530,7 @@ def test_damaged_entry_is_replaced_by_a_new_copy_of_its_key(
     publish(task.image)
     (task.node.cache.entry_dir(task.key) / "entry.json").unlink()
     run(task)
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert task.node.cache.image_path(task.key).read_bytes() == CONTENT
 
 
 def test_progress_line_computes_the_rate_without_resumed_bytes(
@@ -579,7 +579,7 @@ def test_progress_of_a_copy_with_a_hanging_source_is_not_logged_each_time(
     said: list[str] = []
     looks: list[int] = []
     enough = threading.Event()
-    real = type(task.part).copied
+    real = type(task.part).copied_bytes
 
     def copied(part: Part, owner: PartRecord) -> int:
         if threading.current_thread().name == "progress":
@@ -589,7 +589,7 @@ def test_progress_of_a_copy_with_a_hanging_source_is_not_logged_each_time(
 
     monkeypatch.setattr(pipeline, "PROGRESS_EVERY", 0.001)
     monkeypatch.setattr(log, "write_log_line", lambda line, by_slurm: said.append(line))
-    monkeypatch.setattr(type(task.part), "copied", copied)
+    monkeypatch.setattr(type(task.part), "copied_bytes", copied)
     after_copy(lambda: enough.wait(600) or None)  # type: ignore[func-returns-value]
     run(task)
     assert 2 <= len(said) < 20

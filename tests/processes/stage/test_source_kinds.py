@@ -39,7 +39,7 @@ class Counting:
     def read(self, start: int, want: memoryview) -> None:
         want[:] = bytes(number % 256 for number in range(start, start + len(want)))
 
-    def must_be_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         if self.version != self.opened_at:
             raise source.declined_as_changed("/made/up")
 
@@ -53,7 +53,7 @@ def counting() -> Counting:
 def task(staging_node: Node, asking: Job, counting: Counting) -> CopyTask:
     identity = FileIdentity("/made/up", inode=1, size=SIZE, mtime_ns=1, ctime_ns=1)
     wanted = SourceImage(identity, AccessRights(os.getuid(), os.getgid(), 0o640), "data")
-    return CopyTask(staging_node, asking, OpenImage(wanted, asking.user, -1, other=counting))
+    return CopyTask(staging_node, asking, OpenImage(wanted, asking.user, -1, other_source=counting))
 
 
 def copy(task: CopyTask) -> tuple[str, str]:
@@ -62,7 +62,7 @@ def copy(task: CopyTask) -> tuple[str, str]:
 
 
 def shown(task: CopyTask) -> Path:
-    return task.node.cache.image(task.key)
+    return task.node.cache.image_path(task.key)
 
 
 def test_made_up_source_kind_is_copied_verified_and_found_as_a_hit(task: CopyTask) -> None:
@@ -70,7 +70,7 @@ def test_made_up_source_kind_is_copied_verified_and_found_as_a_hit(task: CopyTas
     assert shown(task).read_bytes() == WHOLE
     assert shown(task).stat().st_mode & 0o777 == 0o640
     assert copy(task) == ("found", "")
-    items = inventory.make_items(task.node.cache.stored_entries(), [])
+    items = inventory.make_items(task.node.cache.list_entries(), [])
     done = verify.verify_entries(
         task.node, items, False, lambda _: None, VerifyOptions(no_source="it has none")
     )
@@ -88,4 +88,4 @@ def test_made_up_source_kind_that_changes_during_the_copy_is_not_published(
 
     monkeypatch.setattr(counting, "read", changing)
     assert copy(task) == ("failed", "changed")
-    assert task.node.cache.read(task.key) is None
+    assert task.node.cache.find_entry_by_key(task.key) is None

@@ -66,7 +66,7 @@ def messages(task: CopyTask) -> list[StartReport]:
     """Starts a stager and listens until its end."""
     heard = []
     with stager.start_stager(task) as channel:
-        while (message := channel.recv(600)) != StartReport("died"):
+        while (message := channel.receive_message(600)) != StartReport("died"):
             assert message is not None
             heard.append(message)
     return heard
@@ -256,7 +256,7 @@ PHASES = {
     "old part": (pipeline, "clear_wrong_chunks"),
     "space": (engines.ChunkEngine, "reserve"),
     "copying": (chunks, "copy_chunks"),
-    "verifying": (FileSource, "must_be_unchanged"),
+    "verifying": (FileSource, "check_unchanged"),
     "rights": (pipeline, "_mirror_access"),
     "publishing": (Cache, "publish"),
     "redirects": (stager, "_mount_for_waiting_jobs"),
@@ -280,22 +280,22 @@ def test_stager_ends_on_sigterm_in_every_phase_of_a_copy(
     with stager.start_stager(task) as channel:
         until(here.exists, "the stager to come there")
         os.kill(channel.pid, signal.SIGTERM)
-        heard = list(iter(lambda: channel.recv(600), StartReport("died")))
+        heard = list(iter(lambda: channel.receive_message(600), StartReport("died")))
     is_over = phase == "redirects"
     stopped = StartReport("failed", "stopped", str(CopyStopped()))
     assert heard[0] == (StartReport("published") if is_over else stopped)
     until(lambda: lock.is_free(task.node.cache.key_lock(task.key)), "its lock to be free")
-    owner = task.part.owner()
+    owner = task.part.find_record()
     assert is_over or (owner is not None and owner.stopped)
 
 
 def test_queued_stager_ends_on_sigterm(task: CopyTask, monkeypatch: Patch) -> None:
     monkeypatch.setattr(copy_queue, "_choose_turn_now", lambda *_: "wait")
     with stager.start_stager(task) as channel:
-        until(lambda: task.part.owner() is not None, "the stager to be in the queue")
+        until(lambda: task.part.find_record() is not None, "the stager to be in the queue")
         os.kill(channel.pid, signal.SIGTERM)
-        assert channel.recv(600) == StartReport("failed", "stopped", str(CopyStopped()))
-        assert channel.recv(600) == StartReport("died")
+        assert channel.receive_message(600) == StartReport("failed", "stopped", str(CopyStopped()))
+        assert channel.receive_message(600) == StartReport("died")
 
 
 class SignalledEvent(threading.Event):
@@ -320,7 +320,9 @@ def test_stager_ends_on_a_second_sigterm_while_the_first_is_handled(
     monkeypatch.setattr(copy_queue, "wait_for_slot", wait)
     with stager.start_stager(task) as channel:
         try:
-            assert channel.recv(60) == StartReport("failed", "stopped", str(CopyStopped()))
+            assert channel.receive_message(60) == StartReport(
+                "failed", "stopped", str(CopyStopped())
+            )
         finally:
             os.kill(channel.pid, signal.SIGKILL)
 
@@ -334,7 +336,7 @@ def test_error_of_a_stager_that_still_shares_the_hooks_stderr_is_only_logged(
     monkeypatch.setattr(CopyTask, "received", fail)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     with stager.start_stager(task) as channel:
-        assert channel.recv(60) == StartReport("died", detail="[Errno 24] no descriptor")
+        assert channel.receive_message(60) == StartReport("died", detail="[Errno 24] no descriptor")
         until(lambda: "no descriptor" in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")
 
@@ -347,6 +349,6 @@ def test_exception_in_a_copy_thread_is_logged(
 
     monkeypatch.setattr(source_reader, "read_piece", die)
     with stager.start_stager(task) as channel:
-        assert channel.recv(60) is not None
+        assert channel.receive_message(60) is not None
         until(lambda: "died: RuntimeError('unforeseen') at " in str(said()), "the line in the log")
     assert capfd.readouterr() == ("", "")

@@ -357,11 +357,11 @@ def test_idle_function_is_called_while_the_parent_waits_for_a_child(
     def work() -> as_user.ChildResult[str]:
         return os.read(there, 2).decode(), []
 
-    value, line = as_user.run_in_child_with_socket(work, str, 240.0, keep=(there,), idle=idle)
+    value, line = as_user.run_in_child_with_socket(work, str, 240.0, keep=(there,), on_idle=idle)
     line.close()
     assert (value, len(calls) >= 3) == ("go", True)
     with pytest.raises(as_user.ChildTimeout):
-        as_user.run_in_child_with_socket(work, str, 0.05, keep=(there,), idle=lambda: None)
+        as_user.run_in_child_with_socket(work, str, 0.05, keep=(there,), on_idle=lambda: None)
     os.close(there)
     os.close(here)
 

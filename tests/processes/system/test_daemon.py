@@ -87,10 +87,10 @@ def test_messages_of_a_holder_are_received_whole_in_order_and_then_its_death() -
     with ours:
         for message in sent:
             theirs.send(message)
-        assert [ours.recv(600), ours.recv(600)] == sent
-        assert ours.recv(0) is None
+        assert [ours.receive_message(600), ours.receive_message(600)] == sent
+        assert ours.receive_message(0) is None
         theirs.close()
-        assert [ours.recv(600), ours.recv(600)] == [StartReport("died")] * 2
+        assert [ours.receive_message(600), ours.receive_message(600)] == [StartReport("died")] * 2
 
 
 def test_holder_can_send_to_a_hook_that_has_exited_without_an_error() -> None:
@@ -104,12 +104,14 @@ def test_hook_continues_only_after_the_holder_has_left_its_session() -> None:
     """Slurm kills the hook's process group at its end, also of one that may not wait."""
 
     def work(hook: StartChannel) -> None:
-        hook.begin()
+        hook.release_hook()
         hook.send(StartReport("ready"))
         signal.pause()
 
     with daemon.start_daemon(LIFE, "it", work, 600.0) as channel:
-        assert channel.recv(600) == StartReport("ready"), "it has waited for the first message"
+        assert channel.receive_message(600) == StartReport("ready"), (
+            "it has waited for the first message"
+        )
         assert os.getsid(channel.pid) == channel.pid == os.getpgid(channel.pid)
         assert Path(f"/proc/{channel.pid}/comm").read_text() == "holder\n"
         assert os.readlink(f"/proc/{channel.pid}/cwd") == "/"
@@ -122,7 +124,7 @@ def test_holder_keeps_only_the_named_descriptors_of_its_hook(tmp_path: Path) -> 
     kept = os.open(tmp_path / "kept", os.O_CREAT | os.O_RDWR)
 
     def work(hook: StartChannel) -> None:
-        hook.begin(kept)
+        hook.release_hook(kept)
         signal.pause()
 
     with lock.held(tmp_path / "lock", 0), daemon.start_daemon(LIFE, "it", work, 600.0) as channel:
@@ -148,11 +150,11 @@ def test_holder_leaves_the_steps_cgroups_unless_it_is_to_end_with_the_step(
     life: DaemonSpec, gone: list[tuple[int, str]], cgroup_moves: list[tuple[int, str]]
 ) -> None:
     def work(hook: StartChannel) -> None:
-        hook.begin()
+        hook.release_hook()
         hook.send(StartReport("ready" if cgroup_moves == gone else "failed"))
 
     with daemon.start_daemon(life, "it", work) as channel:
-        assert channel.recv(600) == StartReport("ready")
+        assert channel.receive_message(600) == StartReport("ready")
         ended(channel)
 
 
@@ -173,7 +175,7 @@ def test_error_that_ends_a_holder_is_sent_to_the_hook_and_logged(
 
     def work(hook: StartChannel) -> None:
         if began:
-            hook.begin()
+            hook.release_hook()
         raise error
 
     try:
@@ -182,7 +184,7 @@ def test_error_that_ends_a_holder_is_sent_to_the_hook_and_logged(
         if os.getpid() != here:
             os._exit(99)  # it came back into the hook's code
     with pytest.raises(Declined) as caught:
-        channel.await_ready(600.0, "why")
+        channel.wait_until_ready(600.0, "why")
     assert (caught.value.reason, str(caught.value)) == ("why", detail)
     assert os.waitstatus_to_exitcode(os.waitpid(channel.pid, 0)[1]) == 1
     channel.close()
@@ -206,14 +208,14 @@ def test_holder_that_dies_or_fails_is_declined_with_its_error(
 ) -> None:
     with daemon.start_daemon(LIFE, "it", work) as channel:
         with pytest.raises(Declined, match=why):
-            channel.await_ready(600.0, "why")
+            channel.wait_until_ready(600.0, "why")
         ended(channel)
 
 
 def test_holder_that_sends_no_message_is_declined_at_the_timeout() -> None:
     with daemon.start_daemon(LIFE, "it", lambda hook: signal.pause(), 0.05) as channel:
         with pytest.raises(Declined, match="does not answer"):
-            channel.await_ready(0.05, "why")
+            channel.wait_until_ready(0.05, "why")
         os.kill(channel.pid, signal.SIGKILL)
         ended(channel)
 
@@ -221,11 +223,11 @@ def test_holder_that_sends_no_message_is_declined_at_the_timeout() -> None:
 @pytest.mark.parametrize(("state", "ready"), [("ready", True), ("busy", False)])
 def test_await_ready_is_false_if_another_holder_is_already_running(state: str, ready: bool) -> None:
     def work(hook: StartChannel) -> None:
-        hook.begin()
+        hook.release_hook()
         hook.send(StartReport(state))  # type: ignore[arg-type]
 
     with daemon.start_daemon(LIFE, "it", work) as channel:
-        assert channel.await_ready(600.0, "why") is ready
+        assert channel.wait_until_ready(600.0, "why") is ready
         ended(channel)
 
 
@@ -279,7 +281,7 @@ def test_clients_beyond_the_descriptor_limit_of_a_holder_are_queued_and_answered
             taken = TaskConnections(
                 socket.socket(fileno=4), lambda guest, asked: guest.sendall(asked)
             )
-            while not taken.attend(None, 5):
+            while not taken.serve_for(None, 5):
                 continue
             os._exit(0)
         os._exit(1)
@@ -300,16 +302,16 @@ def test_each_connected_client_gets_its_answer_until_its_connection_closes(
 ) -> None:
     first, second = connect_client(path), connect_client(path)
     while len(clients.connections) < 2:
-        clients.attend(None)
+        clients.serve_for(None)
     for one in (second, first):
         one.send(b"asked")
-        clients.attend(None)
+        clients.serve_for(None)
         assert one.recv(100) == b"asked"
     first.close()
-    clients.attend(None)
+    clients.serve_for(None)
     assert len(clients.connections) == 1
     second.close()
-    clients.attend(None)
+    clients.serve_for(None)
     assert clients.connections == {}
 
 
@@ -319,11 +321,11 @@ def test_clients_above_the_maximum_are_accepted_after_another_disconnects(
     monkeypatch.setattr(daemon, "MOST", 1)
     first, second = connect_client(path), connect_client(path)
     second.send(b"second")
-    clients.attend(None)
-    clients.attend(0.0)
+    clients.serve_for(None)
+    clients.serve_for(0.0)
     assert len(clients.connections) == 1
     first.close()
-    thread = threading.Thread(target=lambda: [clients.attend(60.0) for _ in range(3)])
+    thread = threading.Thread(target=lambda: [clients.serve_for(60.0) for _ in range(3)])
     thread.start()
     assert second.recv(100) == b"second"
     second.close()
@@ -338,7 +340,7 @@ def test_client_connections_of_a_holder_are_non_blocking(path: str) -> None:
     with connect_client(path) as deaf:
         deaf.send(b"asked")
         while not blocking:
-            made.attend(None)
+            made.serve_for(None)
     made.close()
     assert blocking == [False]
 
@@ -348,10 +350,10 @@ def test_descriptor_sent_with_a_clients_request_is_closed(
 ) -> None:
     """A companion of another build may send one."""
     with connect_client(path) as one:
-        clients.attend(None)
+        clients.serve_for(None)
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(one, [b"asked"], [0])
-        clients.attend(None)
+        clients.serve_for(None)
         assert one.recv(100) == b"asked"
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -361,7 +363,7 @@ def test_new_client_is_sent_the_greeting(path: str) -> None:
         daemon.listen_for_clients(Path(path)), print, lambda one: one.sendall(b"hello")
     )
     with connect_client(path) as one:
-        greeted.attend(None)
+        greeted.serve_for(None)
         assert one.recv(100) == b"hello"
     greeted.close()
 
@@ -370,8 +372,8 @@ def test_attend_returns_the_other_descriptors_that_are_readable(clients: TaskCon
     ours, theirs = os.pipe()
     silent, never = os.pipe()
     os.write(theirs, b"x")
-    assert clients.attend(None, -1, ours, silent) == {ours}
-    assert clients.attend(0.0, -1, silent) == set()
+    assert clients.serve_for(None, -1, ours, silent) == {ours}
+    assert clients.serve_for(0.0, -1, silent) == set()
     for fd in (ours, theirs, silent, never):
         os.close(fd)
 
@@ -380,10 +382,10 @@ def test_closed_task_connections_refuse_new_clients_and_still_attend(
     clients: TaskConnections, path: str
 ) -> None:
     one = connect_client(path)
-    clients.attend(None)
+    clients.serve_for(None)
     clients.close()
     assert one.recv(1) == b""
-    assert clients.attend(0.0) == set()
+    assert clients.serve_for(0.0) == set()
     one.close()
     with pytest.raises(ConnectionRefusedError):
         connect_client(path)

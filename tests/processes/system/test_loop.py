@@ -40,7 +40,7 @@ def test_loop_device_of_another_program_is_not_listed(tmp_path: Path) -> None:
 def test_loop_device_file_belongs_to_the_cache_also_by_the_path_of_an_unmounted_volume(
     file: str, ours: bool
 ) -> None:
-    assert LoopDevice("/dev/loop0", file, 1, 2).is_of_cache("/mnt/nvme/cache") == ours
+    assert LoopDevice("/dev/loop0", file, 1, 2).is_below_cache("/mnt/nvme/cache") == ours
 
 
 def test_attaching_a_file_without_loop_control_fails_with_reason_loop(
@@ -67,7 +67,7 @@ def test_loop_device_node_missing_in_a_containers_dev_is_created(
     name = loop.attach_file(file, read_only=True)
     Path(name).unlink()
     try:
-        (one,) = [one for one in loop.list_attached_devices() if one.is_of(file.stat())]
+        (one,) = [one for one in loop.list_attached_devices() if one.is_backed_by(file.stat())]
         assert one.name == name
     finally:
         loop.detach_device(one)

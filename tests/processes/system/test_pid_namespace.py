@@ -52,7 +52,7 @@ def test_init_of_a_users_pid_namespace_is_roots_and_its_program_the_users() -> N
     assert {os.readlink(one) for one in Path(f"/proc/{program.pid}/fd").iterdir()} == {"/dev/null"}
     with pytest.raises(PermissionError):
         as_carol(program.pid)
-    program.hang_up()
+    program.close_stdin()
     assert program.wait(60)
 
 
@@ -87,10 +87,10 @@ def test_killing_the_namespaces_init_or_ending_its_program_ends_all_its_processe
     if how == "killed":
         program.kill()
     else:
-        program.hang_up()
+        program.close_stdin()
     assert program.wait(60)
     assert not left.exists()
-    assert program.code == {"killed": -9, "by itself": 7, "by a signal": 128 + 15}[how]
+    assert program.exit_code == {"killed": -9, "by itself": 7, "by a signal": 128 + 15}[how]
 
 
 def test_processes_of_a_pid_namespace_end_with_their_starting_process() -> None:
@@ -193,6 +193,6 @@ sys.stdin.read()
         assert said(program) == "-9"
         assert outside.poll() is None
         outside.kill()
-    program.hang_up()
+    program.close_stdin()
     assert program.wait(60)
-    assert program.code == 0
+    assert program.exit_code == 0

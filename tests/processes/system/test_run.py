@@ -42,7 +42,7 @@ def test_program_inherits_only_the_named_descriptors(tmp_path: Path) -> None:
     ],
 )
 def test_end_of_a_program_is_explained_in_one_line(script: str, explained: str) -> None:
-    assert run.run_program(["sh", "-c", script]).explained() == explained
+    assert run.run_program(["sh", "-c", script]).format_ending() == explained
 
 
 def test_argument_is_never_read_by_a_shell() -> None:
@@ -71,7 +71,7 @@ def test_program_that_is_stopped_is_killed_with_its_children(tmp_path: Path) -> 
         f"sleep 600 >/dev/null 2>&1 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/group; wait"
     )
     ran = run.run_program(["sh", "-c", script], stop=Once(tmp_path / "group"))
-    assert ran.explained() == "sh: signal 9"
+    assert ran.format_ending() == "sh: signal 9"
     child = int((tmp_path / "pid").read_text())
     until(lambda: not _alive(child), "the end of a child that was killed")
     with pytest.raises(ProcessLookupError):

@@ -147,9 +147,9 @@ def test_holes_of_an_untrusted_file_system_save_space_but_are_read(
     every = set(range(begins // CHUNK, (begins + size - 1) // CHUNK + 1))
     found = allocation.map_chunks(source, size, CHUNK, begins)
     said = allocation.list_data_chunks(source, size, CHUNK, begins)
-    assert found.read == every
-    assert found.reserved == (said if is_sparse else every)
-    assert found.sparse == (every if is_sparse else set())
+    assert found.to_read == every
+    assert found.to_reserve == (said if is_sparse else every)
+    assert found.likely_sparse == (every if is_sparse else set())
 
 
 def test_holes_of_the_kernels_own_file_systems_are_neither_read_nor_reserved(source: int) -> None:
@@ -174,8 +174,8 @@ def test_punched_hole_reads_as_zeros_even_if_the_disk_cannot_punch(
 def test_reserved_part_has_full_size_allocated_space_and_an_empty_map(part: Part) -> None:
     allocation.reserve_part(part, 3 * CHUNK + 5, CHUNK, {0, 1, 2, 3})
     assert part.image.stat().st_size == 3 * CHUNK + 5
-    assert part.allocated() >= 3 * CHUNK + 5
-    assert part.digests() == bytes(4 * 16)
+    assert part.allocated_bytes() >= 3 * CHUNK + 5
+    assert part.read_digests() == bytes(4 * 16)
     assert {path.stat().st_mode & 0o777 for path in (part.image, part.map)} == {0o600}
 
 
@@ -183,7 +183,7 @@ def test_reserving_a_part_allocates_only_the_chunks_with_data(part: Part) -> Non
     size = 1000 * CHUNK
     allocation.reserve_part(part, size, CHUNK, {1, 2, 500})
     assert part.image.stat().st_size == size
-    assert 3 * CHUNK <= part.allocated() < 4 * CHUNK
+    assert 3 * CHUNK <= part.allocated_bytes() < 4 * CHUNK
     fd = os.open(part.image, os.O_RDONLY)
     assert allocation.list_data_chunks(fd, size, CHUNK) <= {1, 2, 500}
     os.close(fd)
@@ -198,7 +198,7 @@ def test_second_reserve_keeps_bytes_and_map_of_the_part(part: Part) -> None:
     before = part.image.stat().st_ino
     allocation.reserve_part(part, 2 * CHUNK, CHUNK, {0, 1})
     assert part.image.read_bytes() == b"first".ljust(2 * CHUNK, b"\0")
-    assert part.digests() == b"\1" * 16 + bytes(16)
+    assert part.read_digests() == b"\1" * 16 + bytes(16)
     assert part.image.stat().st_ino == before
 
 
@@ -267,4 +267,4 @@ def test_needed_bytes_equal_what_reserve_part_allocates(
 ) -> None:
     assert allocation.needed_bytes(size, CHUNK, data) == needed
     allocation.reserve_part(part, size, CHUNK, data)
-    assert needed <= part.allocated() < needed + 3 * BLOCK
+    assert needed <= part.allocated_bytes() < needed + 3 * BLOCK

@@ -46,7 +46,9 @@ def server(stager: ArrivalMap, directory: Path) -> Iterator[ArrivalMap]:
 def has(server: ArrivalMap, image: Path) -> list[int]:
     """The pieces that are in."""
     inode = image.stat().st_ino
-    return [n for n in range(10) if server.has(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)]
+    return [
+        n for n in range(10) if server.has_arrived(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,14 @@ def has(server: ArrivalMap, image: Path) -> list[int]:
 def test_only_completely_arrived_pieces_can_be_read(
     stager: ArrivalMap, server: ArrivalMap, image: Path, start: int, length: int, pieces: list[int]
 ) -> None:
-    stager.arrived(start, length)
+    stager.mark_arrived(start, length)
     assert has(server, image) == pieces
 
 
 def test_pieces_of_another_part_file_cannot_be_read(
     stager: ArrivalMap, server: ArrivalMap, tmp_path: Path
 ) -> None:
-    stager.arrived(0, SIZE)
+    stager.mark_arrived(0, SIZE)
     other = tmp_path / "other"
     other.touch()
     assert has(server, other) == []
@@ -81,7 +83,7 @@ def test_pieces_of_another_part_file_cannot_be_read(
 def test_arrival_map_of_the_next_stager_is_empty(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
-    stager.arrived(0, SIZE)
+    stager.mark_arrived(0, SIZE)
     assert arrival_map.create_map(directory, SIZE, CHUNK, image) is not None
     assert has(server, image) == []
 
@@ -89,36 +91,39 @@ def test_arrival_map_of_the_next_stager_is_empty(
 def test_end_of_a_copy_clears_and_deletes_the_arrival_map(
     stager: ArrivalMap, server: ArrivalMap, directory: Path, image: Path
 ) -> None:
-    stager.arrived(0, SIZE)
-    stager.end()
+    stager.mark_arrived(0, SIZE)
+    stager.remove_map()
     assert has(server, image) == []
     assert not directory.exists()
 
 
 def test_socket_of_the_keeper_outlives_the_copy(stager: ArrivalMap, directory: Path) -> None:
-    assert not stager.served()
+    assert not stager.is_served()
     (directory / "sock").touch()
-    assert stager.served()
-    stager.end()
+    assert stager.is_served()
+    stager.remove_map()
     assert os.listdir(directory) == ["sock"]
 
 
 def test_chunks_wanted_now_come_before_chunks_wanted_soon(
     stager: ArrivalMap, server: ArrivalMap
 ) -> None:
-    server.want(0, SOON)
-    server.want(2, NOW)
-    server.want(2, SOON)
-    assert (stager.wanted(), stager.wanted((NOW,))) == ([2, 0], [2])
-    stager.got(2)
-    assert stager.wanted() == [0]
+    server.request_chunk(0, SOON)
+    server.request_chunk(2, NOW)
+    server.request_chunk(2, SOON)
+    assert (stager.list_wanted(), stager.list_wanted((NOW,))) == ([2, 0], [2])
+    stager.clear_wanted(2)
+    assert stager.list_wanted() == [0]
 
 
 def test_stager_sees_a_readers_activity_for_30_ms(stager: ArrivalMap, server: ArrivalMap) -> None:
     now, calm = 1_000_000_000, 30_000_000
-    assert not stager.reading(now, calm)
-    server.note_read(now)
-    later = stager.reading(now + calm - 1, calm), stager.reading(now + calm, calm)
+    assert not stager.has_recent_source_read(now, calm)
+    server.mark_source_read(now)
+    later = (
+        stager.has_recent_source_read(now + calm - 1, calm),
+        stager.has_recent_source_read(now + calm, calm),
+    )
     assert later == (True, False)
 
 
@@ -138,12 +143,12 @@ def test_server_reads_the_chunk_size_from_the_stagers_arrival_map(
 ) -> None:
     server = ArrivalMap(directory, SIZE)
     assert server.chunk == CHUNK
-    server.want(1, NOW)
+    server.request_chunk(1, NOW)
     again = arrival_map.create_map(directory, SIZE, PIECE, image)
     assert again is not None
-    assert again.wanted() == []
+    assert again.list_wanted() == []
     assert ArrivalMap(directory, SIZE).chunk == PIECE
-    assert server.has(0, PIECE, 1) is False  # its files are gone, and still mapped
+    assert server.has_arrived(0, PIECE, 1) is False  # its files are gone, and still mapped
 
 
 def test_bytes_read_through_are_counted_in_all_and_of_the_source(
@@ -152,5 +157,5 @@ def test_bytes_read_through_are_counted_in_all_and_of_the_source(
     server = ArrivalMap(directory, SIZE)
     server.count_read(100, of_source=False)
     server.count_read(30, of_source=True)
-    assert stager.was_read() == (130, 30)
-    assert (server.chunk, stager.wanted()) == (CHUNK, [])
+    assert stager.read_totals() == (130, 30)
+    assert (server.chunk, stager.list_wanted()) == (CHUNK, [])

@@ -360,7 +360,7 @@ def test_any_eviction_plan_spares_leased_and_pinned_entries_and_evicts_nothing_i
     assert not leased & set(made.victims)
     assert not any(by_key[key].pinned for key in made.victims)
     assert made.freed == sum(by_key[key].bytes for key in made.victims)
-    assert made.enough == met(made.victims)
+    assert made.is_enough == met(made.victims)
     # Stops as soon as the goal is met, and gives up only when all that may go is gone.
     assert not made.victims or not met(made.victims[:-1])
     evictable = {one.key for one in things if one.key not in leased and not one.pinned}
@@ -368,7 +368,7 @@ def test_any_eviction_plan_spares_leased_and_pinned_entries_and_evicts_nothing_i
         one.bytes for one in things if one.user == ALICE and one.key not in made.victims
     )
     above = user == ALICE and taken > at.share
-    assert made.enough or above or set(made.victims) == evictable
+    assert made.is_enough or above or set(made.victims) == evictable
     # Whatever has to go for one above their share: others keep theirs up to their own.
     worthless = evict.list_superseded_keys(things, path) | {
         one.key for one in things if one.entry is None
@@ -385,7 +385,7 @@ def test_eviction_goal_for_a_copy_keeps_min_free_and_max_size() -> None:
     assert goal_for_copy(at, 20) == EvictionGoal(free=27, used=60)
     assert goal_at_rest(at) == EvictionGoal(free=7, used=60)
     # Larger than the cache may ever be: no eviction can help, so there is none.
-    assert not plan([stored("a", size=50)], frozenset(), at, goal_for_copy(at, 81)).enough
+    assert not plan([stored("a", size=50)], frozenset(), at, goal_for_copy(at, 81)).is_enough
 
 
 def test_make_room_that_cannot_succeed_evicts_nothing(
@@ -395,7 +395,7 @@ def test_make_room_that_cannot_succeed_evicts_nothing(
     with pytest.raises(Declined) as caught:
         evict.make_room(cache, leases, ALL_MUST_GO, "/lustre/b", 2)
     assert caught.value.reason == "no-room"
-    assert cache.read(key) is not None
+    assert cache.find_entry_by_key(key) is not None
 
 
 def test_lock_files_of_keys_without_entry_or_part_are_removed_unless_held(

@@ -68,4 +68,4 @@ def test_record_of_the_same_disk_is_rewritten_only_for_an_admin(tmp_path: Path) 
     assert known_disks.remember_disk(file, by_another_point) is None
     assert file.stat() == before
     known_disks.remember_disk(file, by_another_point, is_accepted=True)
-    assert known_disks.read_known_disks(file).find_disk(ROOT) == by_another_point
+    assert known_disks.read_known_disks(file).find_location(ROOT) == by_another_point

@@ -135,7 +135,7 @@ def test_file_system_that_is_remembered_is_used_without_the_mount_table(
 ) -> None:
     made = Cache(tmp_path / "cache", known_disks=tmp_path / "caches.json")
     made.root.mkdir()
-    disk = known_disks.CacheLocation(made.real, str(tmp_path), "ext4 1")
+    disk = known_disks.CacheLocation(made.real_root, str(tmp_path), "ext4 1")
     known_disks.remember_disk(tmp_path / "caches.json", disk)
     monkeypatch.setattr(file_systems, "read_identity", lambda _root, _kind: identity)
     fd_path = "/proc/self/fd/{}".format
@@ -144,16 +144,16 @@ def test_file_system_that_is_remembered_is_used_without_the_mount_table(
     monkeypatch.setattr(mounts, "list_mounts", lambda: [MountInfo(1, 0, "0:1", "/", "/")])
     refused = pytest.raises(Failed, match="on the root file system")
     with contextlib.nullcontext() if is_used else refused:
-        made.must_be_on_its_disk(require_mount=True)
+        made.check_on_its_disk(require_mount=True)
 
 
 def test_published_entry_is_found_by_its_source_image(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     wanted = make_image()
-    assert cache.find(wanted) is None
+    assert cache.find_entry(wanted) is None
     entry = publish(wanted)
-    assert cache.find(wanted) == cache.read(wanted.key) == entry
+    assert cache.find_entry(wanted) == cache.find_entry_by_key(wanted.key) == entry
     assert sorted(os.listdir(cache.entry_dir(wanted.key))) == [
         "boot",
         "entry.json",
@@ -184,13 +184,13 @@ def test_entry_is_not_found_for_a_source_with_other_mtime_or_rights(
 ) -> None:
     wanted = make_image()
     publish(wanted)
-    assert cache.find(make_image(mtime_ns=11)) is None
+    assert cache.find_entry(make_image(mtime_ns=11)) is None
     for access in (
         AccessRights(1, 0, 0o644),
         AccessRights(0, 0, 0o640),
         AccessRights(0, 0, 0o644, b"acl"),
     ):
-        assert cache.find(SourceImage(wanted.identity, access)) is None
+        assert cache.find_entry(SourceImage(wanted.identity, access)) is None
 
 
 def _remove_record(entry: Path) -> None:
@@ -240,11 +240,11 @@ def test_damaged_entry_is_not_found_but_listed_and_replaced_by_publish(
     wanted = make_image()
     publish(wanted)
     damage(cache.entry_dir(wanted.key))
-    assert cache.find(wanted) is None
-    (one,) = cache.stored_entries()
+    assert cache.find_entry(wanted) is None
+    (one,) = cache.list_entries()
     assert (one.key, one.entry) == (wanted.key, None)
     entry = publish(wanted)
-    assert cache.find(wanted) == entry
+    assert cache.find_entry(wanted) == entry
 
 
 def test_stray_directory_among_the_entries_is_listed_as_an_entry(
@@ -252,7 +252,7 @@ def test_stray_directory_among_the_entries_is_listed_as_an_entry(
 ) -> None:
     publish(make_image())
     (cache.entries / "empty").mkdir()
-    assert {one.key for one in cache.stored_entries()} == {make_image().key, "empty"}
+    assert {one.key for one in cache.list_entries()} == {make_image().key, "empty"}
 
 
 def test_publish_syncs_image_map_and_part_before_the_entries_directory(
@@ -281,19 +281,19 @@ def test_last_use_of_an_entry_is_recorded_and_a_missing_record_is_no_damage(
 ) -> None:
     wanted = make_image()
     publish(wanted)
-    cache.touch(wanted.key, 1234.0)
-    assert cache.stored_entries()[0].used == 1234.0
+    cache.record_use(wanted.key, 1234.0)
+    assert cache.list_entries()[0].used == 1234.0
     (cache.entry_dir(wanted.key) / "used").unlink()
-    assert cache.stored_entries()[0].entry is not None
+    assert cache.list_entries()[0].entry is not None
 
 
 def test_entry_is_pinned_by_a_file_in_its_directory(
     cache: Cache, publish: Publish, make_image: Make
 ) -> None:
     publish(make_image())
-    assert not cache.stored_entries()[0].pinned
+    assert not cache.list_entries()[0].pinned
     (cache.entry_dir(make_image().key) / "pinned").touch()
-    assert cache.stored_entries()[0].pinned
+    assert cache.list_entries()[0].pinned
 
 
 def test_key_can_be_evicted_again_while_its_earlier_entry_is_being_deleted(
@@ -302,8 +302,8 @@ def test_key_can_be_evicted_again_while_its_earlier_entry_is_being_deleted(
     key = make_image().key
     for _ in range(3):
         publish(make_image())
-        cache.evict(key)
-    cache.evict(key)
+        cache.evict_entry(key)
+    cache.evict_entry(key)
     assert sorted(path.name for path in cache.evicted.iterdir()) == [f"{key}.{n}" for n in range(3)]
 
 
@@ -317,7 +317,7 @@ def test_evict_fails_without_an_endless_loop_if_the_entry_cannot_be_renamed(
 
     monkeypatch.setattr(Path, "rename", full)
     with pytest.raises(Failed) as caught:
-        cache.evict(make_image().key)
+        cache.evict_entry(make_image().key)
     assert caught.value.reason == "evicted-stays"
 
 
@@ -326,20 +326,20 @@ def test_stager_is_reported_only_while_its_key_lock_is_held_and_its_part_record_
 ) -> None:
     wanted = make_image()
     owner = PartRecord(1, boot_id(), wanted, chunk=4, engine="chunks", job=7, since=1.0)
-    assert cache.stager(wanted.key) is None
-    cache.part(wanted.key).write_owner(owner)
-    assert cache.stager(wanted.key) is None, "nobody has ever had the lock"
+    assert cache.find_stager(wanted.key) is None
+    cache.part(wanted.key).write_record(owner)
+    assert cache.find_stager(wanted.key) is None, "nobody has ever had the lock"
     with lock.held(cache.key_lock(wanted.key), 0):
         later = cache.part(wanted.key).record.stat().st_mtime_ns + 1
         os.utime(cache.key_lock(wanted.key), ns=(later, later))
-        assert cache.stager(wanted.key) is None, "it is another's record, who was killed"
+        assert cache.find_stager(wanted.key) is None, "it is another's record, who was killed"
         os.utime(cache.part(wanted.key).record, ns=(later, later))
-        assert cache.stager(wanted.key) == owner
-        cache.part(wanted.key).write_owner(msgspec.structs.replace(owner, boot="older"))
-        assert cache.stager(wanted.key) is None
-        cache.part(wanted.key).write_owner(owner)
-        assert cache.stager(wanted.key) == owner
-    assert cache.stager(wanted.key) is None
+        assert cache.find_stager(wanted.key) == owner
+        cache.part(wanted.key).write_record(msgspec.structs.replace(owner, boot="older"))
+        assert cache.find_stager(wanted.key) is None
+        cache.part(wanted.key).write_record(owner)
+        assert cache.find_stager(wanted.key) == owner
+    assert cache.find_stager(wanted.key) is None
 
 
 def test_tree_bytes_counts_allocated_not_apparent_size(tmp_path: Path) -> None:
@@ -361,10 +361,10 @@ def test_entry_records_its_only_user_until_there_is_a_second_user(
     cache.publish(Entry(wanted.key, wanted.identity, wanted.access, 1.0, "rsync"), user=7)
     users = []
     for user in (None, 7, 8, 7):
-        cache.touch(wanted.key, 5.0, user)
-        users += [one.user for one in cache.stored_entries()]
+        cache.record_use(wanted.key, 5.0, user)
+        users += [one.user for one in cache.list_entries()]
     assert users == [7, 7, None, None]
-    assert cache.stored_entries()[0].used == 5.0
+    assert cache.list_entries()[0].used == 5.0
 
 
 @pytest.mark.parametrize("text", [b"", b"many", b"\xff", b"7" * 5000])
@@ -373,7 +373,7 @@ def test_entry_with_a_damaged_user_record_counts_for_no_user(
 ) -> None:
     key = publish(make_image()).key
     (cache.entry_dir(key) / "used").write_bytes(text)
-    assert cache.stored_entries()[0].user is None
+    assert cache.list_entries()[0].user is None
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,11 @@ def test_copied_and_missing_chunks_of_any_map_make_the_whole_image(
 def test_part_record_is_read_back_and_the_part_is_readable_by_root_only(
     part: Part, make_image: Make
 ) -> None:
-    assert part.owner() is None
+    assert part.find_record() is None
     one = owner(make_image(), phase="copying", began=2.5, resumed=3)
-    part.write_owner(owner(make_image()))
-    part.write_owner(one)
-    assert part.owner() == one
+    part.write_record(owner(make_image()))
+    part.write_record(one)
+    assert part.find_record() == one
     assert part.directory.stat().st_mode & 0o777 == 0o700
 
 
@@ -86,16 +86,16 @@ def test_part_record_is_read_back_and_the_part_is_readable_by_root_only(
 def test_part_with_a_damaged_record_has_no_owner_and_is_not_resumed(
     part: Part, make_image: Make, damage: bytes
 ) -> None:
-    part.write_owner(owner(make_image()))
+    part.write_record(owner(make_image()))
     part.record.write_bytes(damage)
-    assert part.owner() is None
-    assert not part.resumable(owner(make_image()))
-    assert not part.resumable_in("b")
+    assert part.find_record() is None
+    assert not part.is_beginning_of(owner(make_image()))
+    assert not part.is_resumable_in_boot("b")
 
 
 def test_stray_file_among_the_parts_has_no_owner(part: Part) -> None:
     part.directory.touch()
-    assert part.owner() is None
+    assert part.find_record() is None
 
 
 @pytest.mark.parametrize(
@@ -112,62 +112,66 @@ def test_stray_file_among_the_parts_has_no_owner(part: Part) -> None:
 def test_part_is_resumable_only_by_the_same_copy_in_the_same_boot(
     part: Part, make_image: Make, changes: dict[str, object], resumable: bool
 ) -> None:
-    part.write_owner(owner(make_image()))
+    part.write_record(owner(make_image()))
     part.image.write_bytes(bytes(make_image().size))
-    assert part.resumable(owner(make_image(), **changes)) is resumable
+    assert part.is_beginning_of(owner(make_image(), **changes)) is resumable
 
 
 def test_part_without_its_image_file_is_not_resumable(part: Part, make_image: Make) -> None:
     """Whoever deleted the part may have been killed between the image and the map."""
-    part.write_owner(owner(make_image()))
-    assert not part.resumable(owner(make_image()))
+    part.write_record(owner(make_image()))
+    assert not part.is_beginning_of(owner(make_image()))
 
 
 @pytest.mark.parametrize("field", ["path", "inode", "size", "mtime_ns", "ctime_ns", "access"])
 def test_part_of_another_source_or_other_rights_is_not_resumable(
     part: Part, make_image: Make, field: str
 ) -> None:
-    part.write_owner(owner(make_image()))
+    part.write_record(owner(make_image()))
     if field == "access":
         other = SourceImage(make_image().identity, AccessRights(0, 0, 0o600))
     else:
         other = make_image(**{field: "/lustre/b" if field == "path" else 9})
     part.image.write_bytes(bytes(other.size))
-    assert not part.resumable(owner(other))
+    assert not part.is_beginning_of(owner(other))
 
 
 def test_part_is_not_resumable_after_a_reboot(part: Part, make_image: Make) -> None:
     """After a power cut the map may have reached the disk and the bytes not."""
-    assert not part.resumable_in("b")
-    part.write_owner(owner(make_image()))
-    assert part.resumable_in("b")
-    assert not part.resumable_in("c")
+    assert not part.is_resumable_in_boot("b")
+    part.write_record(owner(make_image()))
+    assert part.is_resumable_in_boot("b")
+    assert not part.is_resumable_in_boot("c")
 
 
 def test_copied_bytes_come_from_the_map_or_for_rsync_from_the_files_size(
     part: Part, make_image: Make
 ) -> None:
     chunks, rsync = owner(make_image(size=9)), owner(make_image(size=9), engine="rsync")
-    assert (part.copied(chunks), part.copied(rsync), part.allocated()) == (0, 0, 0)
+    assert (part.copied_bytes(chunks), part.copied_bytes(rsync), part.allocated_bytes()) == (
+        0,
+        0,
+        0,
+    )
     part.directory.mkdir()
     part.image.write_bytes(b"12345")
     part.map.write_bytes(IN + OUT + IN)
-    assert (part.copied(chunks), part.copied(rsync)) == (5, 5)
+    assert (part.copied_bytes(chunks), part.copied_bytes(rsync)) == (5, 5)
     os.truncate(part.image, 9)
     part.map.write_bytes(IN + OUT + OUT)
-    assert (part.copied(chunks), part.copied(rsync)) == (4, 9)
+    assert (part.copied_bytes(chunks), part.copied_bytes(rsync)) == (4, 9)
 
 
 def test_next_stager_clears_the_killed_stagers_notes_on_peers_and_source(
     part: Part, make_image: Make
 ) -> None:
     """Else others would read in the stead of one that can read again."""
-    part.write_owner(owner(make_image()))
+    part.write_record(owner(make_image()))
     part.peers.write_bytes(b"7")
     part.source_failed.touch()
-    assert part.of_peers() == 7
-    part.write_owner(owner(make_image()))
-    assert part.of_peers() == 0
+    assert part.read_peer_bytes() == 7
+    part.write_record(owner(make_image()))
+    assert part.read_peer_bytes() == 0
     assert not part.source_failed.exists()
 
 
@@ -175,9 +179,9 @@ def test_allocated_bytes_of_a_part_exclude_holes(part: Part) -> None:
     part.directory.mkdir()
     with part.image.open("wb") as file:
         file.truncate(1 << 30)
-        assert part.allocated() < 1 << 20
+        assert part.allocated_bytes() < 1 << 20
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
-    assert 1 << 20 <= part.allocated() < 2 << 20
+    assert 1 << 20 <= part.allocated_bytes() < 2 << 20
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
@@ -189,10 +193,10 @@ def test_copy_with_a_fresh_map_is_not_stalled_after_the_clock_was_set(
     now = 1e9
     part.record.touch()
     os.utime(part.record, (now - step, now - step))
-    assert part.stood_still(now) == abs(step)
+    assert part.idle_seconds(now) == abs(step)
     part.map.touch()
     os.utime(part.map, (now, now))
-    assert part.stood_still(now) == 0.0
+    assert part.idle_seconds(now) == 0.0
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
@@ -201,19 +205,19 @@ def test_hook_that_waited_before_the_clock_was_set_no_longer_counts_as_waiting(
 ) -> None:
     part.directory.mkdir()
     part.waited.touch()
-    part.note_waiting(1e9)
+    part.mark_waited_for(1e9)
     assert part.is_waited_for(1e9)
     assert not part.is_waited_for(1e9 + step)
 
 
 def test_copy_is_stalled_since_its_last_change_of_map_or_image(part: Part) -> None:
     part.directory.mkdir()
-    assert part.stood_still(1000.0) == 1000.0
+    assert part.idle_seconds(1000.0) == 1000.0
     part.image.touch()
     os.utime(part.image, (900, 900))
-    assert part.stood_still(1000.0) == 100.0
+    assert part.idle_seconds(1000.0) == 100.0
     part.map.touch()
     os.utime(part.map, (950, 950))
-    assert part.stood_still(1000.0) == 50.0
+    assert part.idle_seconds(1000.0) == 50.0
     os.utime(part.image, (999, 999))
-    assert part.stood_still(1000.0) == 1.0
+    assert part.idle_seconds(1000.0) == 1.0

@@ -238,7 +238,7 @@ def test_image_shorter_than_its_superblock_says_is_declined_as_truncated(
         check_not_truncated(found)
 
 
-SUITS = msgspec.structs.replace(facts_of(), head=HEAD, listed=True)
+SUITS = msgspec.structs.replace(facts_of(), head=HEAD, is_listable=True)
 
 
 def with_mode(mode: int) -> PathFacts:
@@ -258,8 +258,8 @@ def test_complete_image_in_a_listable_directory_may_be_redirected_for_the_node(m
         (msgspec.structs.replace(SUITS, head=b"a log"), "not-squashfs"),
         (with_mode(0o4755), "set-id"),
         (with_mode(0o2755), "set-id"),
-        (msgspec.structs.replace(SUITS, listed=False), "unlisted"),
-        (msgspec.structs.replace(SUITS, written=True), "written"),
+        (msgspec.structs.replace(SUITS, is_listable=False), "unlisted"),
+        (msgspec.structs.replace(SUITS, has_writer=True), "written"),
     ],
 )
 def test_image_that_could_harm_other_users_is_declined_for_a_redirect_of_the_node(

@@ -29,7 +29,7 @@ def places(tmp_path: Path) -> NodePaths:
 @pytest.fixture
 def leases(places: NodePaths) -> LeaseDirectory:
     leases = LeaseDirectory(places.leases)
-    leases.write(lease(*KEYS))
+    leases.write_lease(lease(*KEYS))
     return leases
 
 
@@ -47,7 +47,7 @@ def image(
 def note(leases: LeaseDirectory, places: NodePaths, *images: RecordedImage) -> list[list[str]]:
     """The record's lines, each in its fields."""
     step_record.add_images(leases, JOB, step_record.format_config_lines(places), images)
-    file = leases.shown(JOB)
+    file = leases.step_record_file(JOB)
     return [line.split("\t") for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -59,26 +59,26 @@ def test_step_record_names_all_files_that_decided_and_has_mode_600(
     site = places.etc / "conf.d/site.yaml"
     assert [line[1] for line in files] == [
         str(places.disabled),
-        str(places.kept_off),
+        str(places.lasting_off_file),
         str(places.etc / "forestage.yaml"),
         str(places.etc / "conf.d"),
         str(site),
-        str(leases.file(JOB)),
-        str(leases.said_file(JOB)),
+        str(leases.lease_file(JOB)),
+        str(leases.notes_file(JOB)),
     ]
     facts = site.stat()
     numbers = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
     assert files[4][2:] == [str(number) for number in numbers]
     assert files[0][2:] == files[1][2:] == files[2][2:] == ["0"] * 4
-    assert found == ["image", "/a", "1", "{}", *image().answer]
-    assert leases.shown(JOB).stat().st_mode & 0o777 == 0o600
+    assert found == ["image", "/a", "1", "{}", *image().reply_fields]
+    assert leases.step_record_file(JOB).stat().st_mode & 0o777 == 0o600
 
 
 def test_second_image_joins_the_first_in_the_step_record_after_the_lease_changed(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())
-    leases.confirm(JOB)
+    leases.touch_lease(JOB)
     lines = note(leases, places, image(KEYS[1], "/b"), image(asked="/a", event="{new}"))
     assert [(line[1], line[3]) for line in lines if line[0] == "image"] == [
         ("/a", "{new}"),
@@ -100,7 +100,7 @@ def test_image_that_the_lease_does_not_hold_is_not_in_the_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
     note(leases, places, image())
-    leases.write(lease(KEYS[1]))
+    leases.write_lease(lease(KEYS[1]))
     lines = note(leases, places, image(KEYS[1], "/b"), image("c" * 32, "/c"))
     assert [line[1] for line in lines if line[0] == "image"] == ["/b"]
 
@@ -108,9 +108,9 @@ def test_image_that_the_lease_does_not_hold_is_not_in_the_step_record(
 def test_job_without_a_lease_or_with_stage_off_has_no_step_record(
     leases: LeaseDirectory, places: NodePaths
 ) -> None:
-    leases.note(JOB, lease().user.uid, off=True)
+    leases.add_notes(JOB, lease().user.uid, off=True)
     assert note(leases, places, image()) == []
-    leases.drop(JOB)
+    leases.drop_lease(JOB)
     assert note(leases, places, image()) == []
 
 
@@ -119,7 +119,7 @@ def test_image_recorded_for_another_user_is_dropped_from_the_step_record(
 ) -> None:
     """Of an earlier job with the same number."""
     note(leases, places, image())
-    leases.write(msgspec.structs.replace(lease(*KEYS), user=User("v", 2, 2)))
+    leases.write_lease(msgspec.structs.replace(lease(*KEYS), user=User("v", 2, 2)))
     lines = note(leases, places, msgspec.structs.replace(image(asked="/b"), uid=2))
     assert [line[1:3] for line in lines if line[0] == "image"] == [["/b", "2"]]
     assert note(leases, places, image(asked="/c")) == lines  # nothing is added for the first
@@ -140,22 +140,22 @@ def test_full_step_record_drops_its_oldest_images(
     for name in "abc":
         lines = note(leases, places, image(asked=f"/{name}", event=long))
     assert [line[1] for line in lines if line[0] == "image"] == ["/b", "/c"]
-    assert leases.shown(JOB).stat().st_size < MAX_RECORD_BYTES
+    assert leases.step_record_file(JOB).stat().st_size < MAX_RECORD_BYTES
 
 
 def test_damaged_step_record_is_replaced(leases: LeaseDirectory, places: NodePaths) -> None:
-    leases.shown(JOB).mkdir()
-    assert leases.jobs() == (JOB,)
-    leases.drop(JOB)
-    assert not leases.shown(JOB).exists()
-    leases.write(lease(*KEYS))
-    leases.shown(JOB).write_bytes(b"\xff\n")
+    leases.step_record_file(JOB).mkdir()
+    assert leases.list_jobs() == (JOB,)
+    leases.drop_lease(JOB)
+    assert not leases.step_record_file(JOB).exists()
+    leases.write_lease(lease(*KEYS))
+    leases.step_record_file(JOB).write_bytes(b"\xff\n")
     assert len(note(leases, places, image())) == 11
 
 
 def test_step_record_is_deleted_with_its_lease(leases: LeaseDirectory, places: NodePaths) -> None:
     note(leases, places, image())
-    leases.drop(JOB)
+    leases.drop_lease(JOB)
     assert list(leases.directory.iterdir()) == []
 
 
@@ -164,7 +164,7 @@ def test_step_record_without_a_lease_is_deleted_by_drop_unfinished(
 ) -> None:
     note(leases, places, image())
     leases.drop_unfinished()
-    assert leases.shown(JOB).exists()
-    leases.file(JOB).unlink()
+    assert leases.step_record_file(JOB).exists()
+    leases.lease_file(JOB).unlink()
     leases.drop_unfinished()
     assert list(leases.directory.iterdir()) == []

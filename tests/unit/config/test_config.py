@@ -107,7 +107,7 @@ def test_configuration_value_of_each_kind_is_read_as_its_type(
 def test_automatic_chunk_size_is_smaller_for_small_images(
     chunk_size: int | None, size: int, expected: int
 ) -> None:
-    assert Config(chunk_size=chunk_size).chunk_of(size) == expected
+    assert Config(chunk_size=chunk_size).chunk_bytes_for(size) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_automatic_chunk_size_is_smaller_for_small_images(
 def test_key_cold_gives_reading_through_only_with_the_companion(
     cold: ColdStartMode, redirect: RedirectMode, start: str
 ) -> None:
-    assert Config(cold=cold, redirect=redirect).start == start
+    assert Config(cold=cold, redirect=redirect).cold_start_mode == start
 
 
 def test_later_configuration_file_wins_key_by_key(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_node_counts_as_enabled_if_any_partition_is_enabled(
     tmp_path: Path, text: str, on: bool
 ) -> None:
     found = read(tmp_path, text)
-    assert found.of_node == msgspec.structs.replace(found.config, enabled=on)
+    assert found.node_config == msgspec.structs.replace(found.config, enabled=on)
 
 
 def test_row_of_the_configuration_shows_value_and_origin(tmp_path: Path) -> None:
@@ -189,16 +189,16 @@ def test_row_of_the_configuration_shows_value_and_origin(tmp_path: Path) -> None
         "sources: [/a, /b]\nmax_image_size: 1536M\npartitions: {gpu: {deadline: 90.25}}",
     )
     main = str(tmp_path / MAIN)
-    rows = found.rows()
+    rows = found.list_rows()
     assert [row.key for row in rows] == [*KEYS, "partitions.gpu.deadline"]
     assert {row for row in rows if row.origin != DEFAULT} == {
         ConfigRow("sources", "[/a, /b]", main),
         ConfigRow("max_image_size", "1536MiB", main),
         ConfigRow("partitions.gpu.deadline", "90.25s", main),
     }
-    assert ConfigRow("deadline", "auto", DEFAULT) in found.rows("cpu")
-    assert ConfigRow("deadline", "90.25s", main) in found.rows("gpu")
-    assert len(found.rows("gpu")) == len(KEYS)
+    assert ConfigRow("deadline", "auto", DEFAULT) in found.list_rows("cpu")
+    assert ConfigRow("deadline", "90.25s", main) in found.list_rows("gpu")
+    assert len(found.list_rows("gpu")) == len(KEYS)
 
 
 # --- what is wrong is refused by file and key
@@ -294,8 +294,8 @@ def test_removed_configuration_key_is_ignored_and_the_other_keys_hold(
     found = load_config(tmp_path)
     assert found.removed == {key: (f"{tmp_path}/conf.d/a.yaml", f"{tmp_path}/conf.d/b.yaml")}
     assert found.unlogged == (), "a command logs nothing"
-    assert found.everywhere() == before.everywhere()
-    assert found.rows() == before.rows()
+    assert found.list_configs() == before.list_configs()
+    assert found.list_rows() == before.list_rows()
 
 
 @pytest.mark.parametrize("key", [key for key in REMOVED_KEYS if "." not in key])
@@ -305,7 +305,7 @@ def test_removed_key_of_a_partition_changes_nothing_in_the_partition(
     before = read(tmp_path, EXCLUDING)
     found = read(tmp_path, EXCLUDING.replace("{gpu: {", f"{{old: {{{key}: 1}}, gpu: {{{key}: x, "))
     assert list(found.removed) == [key]
-    assert found.everywhere() == before.everywhere()
+    assert found.list_configs() == before.list_configs()
     assert found.for_partition("old") == before.config
 
 
@@ -364,7 +364,7 @@ def test_path_of_a_key_that_is_relative_or_root_is_refused(
     key: str, path: object, what: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
-        KEYS[key].read(["/ok", path] if key == "sources" else path)
+        KEYS[key].parse_value(["/ok", path] if key == "sources" else path)
 
 
 def test_problems_of_all_configuration_files_are_reported_together(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_malformed_service_address_is_refused(text: str) -> None:
 
 def test_sample_configuration_without_comment_signs_sets_the_defaults(tmp_path: Path) -> None:
     sample = (REPOSITORY / "etc" / MAIN).read_text()
-    assert read(tmp_path, sample).rows() == load_config(tmp_path / "missing").rows()
+    assert read(tmp_path, sample).list_rows() == load_config(tmp_path / "missing").list_rows()
     # "# prose" stays, "#key: value" and "#  nested: value" are switched on.
     found = read(tmp_path, re.sub(r"^#(?=\w|  )", "", sample, flags=re.MULTILINE))
     assert found.config == Config()

@@ -86,8 +86,8 @@ def test_damaged_yaml_cache_is_ignored(site: Site, junk: bytes, monkeypatch: Pat
 @pytest.mark.parametrize("odd", [{1: "a"}, {"a": datetime.date(2026, 1, 1)}, [float("inf")]])
 def test_document_that_json_cannot_represent_is_not_cached(site: Site, odd: object) -> None:
     documents = YamlCache(site.kept)
-    assert documents.document("text", lambda _: odd) == odd
-    documents.keep()
+    assert documents.parse_cached("text", lambda _: odd) == odd
+    documents.save_if_changed()
     assert not site.kept.exists()
 
 

@@ -16,7 +16,7 @@ NOW = 1_800_000_000.0
 @pytest.fixture
 def places(tmp_path: Path) -> NodePaths:
     places = NodePaths(tmp_path)
-    for file in (places.kept_off, places.disabled):
+    for file in (places.lasting_off_file, places.disabled):
         file.parent.mkdir(parents=True, exist_ok=True)
     return places
 
@@ -39,9 +39,9 @@ def test_either_switch_file_switches_off_and_its_first_line_is_the_reason(
 def test_switch_file_with_a_past_time_is_ignored_and_the_other_file_still_counts(
     places: NodePaths,
 ) -> None:
-    places.kept_off.write_text(f"until {int(NOW)}\nINC-42\n")
+    places.lasting_off_file.write_text(f"until {int(NOW)}\nINC-42\n")
     assert switch.find_off_file_reason(places, NOW - 1).startswith(
-        f"{places.kept_off}: INC-42 (until 2027-01-"
+        f"{places.lasting_off_file}: INC-42 (until 2027-01-"
     )
     assert switch.find_off_file_reason(places, NOW) == ""
     places.disabled.write_text("forestage is being upgraded\n")
@@ -64,13 +64,16 @@ def test_switch_file_with_a_past_time_is_ignored_and_the_other_file_still_counts
     ],
 )
 def test_switch_file_with_an_unreadable_time_never_expires(places: NodePaths, text: str) -> None:
-    places.kept_off.write_text(text)
-    assert switch.find_off_file_reason(places, NOW).startswith(str(places.kept_off))
+    places.lasting_off_file.write_text(text)
+    assert switch.find_off_file_reason(places, NOW).startswith(str(places.lasting_off_file))
 
 
 def test_switch_files_time_in_the_far_future_is_shown_in_seconds(places: NodePaths) -> None:
-    places.kept_off.write_text(f"until {'9' * 20}\nx\n")
-    assert switch.find_off_file_reason(places, NOW) == f"{places.kept_off}: x (until {'9' * 20})"
+    places.lasting_off_file.write_text(f"until {'9' * 20}\nx\n")
+    assert (
+        switch.find_off_file_reason(places, NOW)
+        == f"{places.lasting_off_file}: x (until {'9' * 20})"
+    )
 
 
 @pytest.mark.parametrize("name", ["kept_off", "disabled"])

@@ -103,16 +103,16 @@ def test_prolog_stores_the_jobs_node_list_for_its_steps(
     (run / "leases").mkdir()
     (run / "leases/7.nodes").write_text("n[1-64]")  # a job's of that number, long ago
     update_nodelist("prolog", {"SLURM_JOB_ID": "7"} | listed, str(run))
-    assert LeaseDirectory(run / "leases").nodelist(7) == nodes
+    assert LeaseDirectory(run / "leases").read_nodelist(7) == nodes
 
 
 def test_stored_node_list_is_deleted_by_the_epilog_only(run: Path) -> None:
     update_nodelist("prolog", ON_TWO, str(run))
     update_nodelist("step", {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-9]"}, str(run))
-    LeaseDirectory(run / "leases").put(
+    LeaseDirectory(run / "leases").write_or_drop(
         Lease(7, User("", 1, 1), 0.0, "/cache")
     )  # which holds nothing
-    assert LeaseDirectory(run / "leases").nodelist(7) == "n[1-2]"
+    assert LeaseDirectory(run / "leases").read_nodelist(7) == "n[1-2]"
     update_nodelist("epilog", {"SLURM_JOB_ID": "7"}, str(run))
     assert list((run / "leases").iterdir()) == []
 
@@ -135,7 +135,7 @@ def test_epilog_keeps_the_node_list_of_another_users_job_and_of_a_later_run(
 ) -> None:
     update_nodelist("prolog", ON_TWO | OF_ALICE, str(run))
     update_nodelist("epilog", {"SLURM_JOB_ID": "7"} | later, str(run))
-    assert (LeaseDirectory(run / "leases").nodelist(7, 1) == "n[1-2]") is left
+    assert (LeaseDirectory(run / "leases").read_nodelist(7, 1) == "n[1-2]") is left
     assert (run / "leases/7.nodes").exists() is left
 
 
@@ -148,7 +148,7 @@ def test_node_list_that_cannot_be_stored_raises_no_error(run: Path) -> None:
     (run / "leases").touch()
     update_nodelist("prolog", ON_TWO, str(run))
     update_nodelist("epilog", ON_TWO, str(run))
-    assert LeaseDirectory(run / "leases").nodelist(7) == ""
+    assert LeaseDirectory(run / "leases").read_nodelist(7) == ""
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_step_has_work_only_if_an_image_is_named(environ: dict[str, str], nothin
 
 
 def test_step_has_work_if_its_jobs_comment_names_images(tmp_path: Path) -> None:
-    hinted = LeaseDirectory(NodePaths(tmp_path).leases).hints(7)
+    hinted = LeaseDirectory(NodePaths(tmp_path).leases).hints_flag(7)
     hinted.parent.mkdir(parents=True)
     hinted.touch()
     assert not has_no_work("step", {"SLURM_JOB_ID": "7"}, str(tmp_path))
@@ -191,7 +191,7 @@ def test_prolog_with_a_broken_configuration_shares_one_deadline_among_caches(
     (places.etc / "forestage.yaml").write_text("deadline: soon\n")
     caches = {str(tmp_path / name) for name in ("old", "new")}
     for job, cache in enumerate(caches):
-        LeaseDirectory(places.leases).write(
+        LeaseDirectory(places.leases).write_lease(
             Lease(job, me, 0.0, cache, (EntryUse("0a", "/lustre/b"),))
         )
     given: list[tuple[str, HookDeadlines, Declined | None]] = []

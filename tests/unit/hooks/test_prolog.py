@@ -104,12 +104,12 @@ def test_prolog_waits_for_a_copy_if_configured_or_hinted_within_slurms_limit(
     small: bool,
 ) -> None:
     keys = dict(zip(("redirect", "cold", "deadline"), config, strict=True), max_stage_wait=12.0)
-    node = msgspec.structs.replace(staging_node.configured(**keys), clock=Still())
+    node = msgspec.structs.replace(staging_node.with_config(**keys), clock=Still())
     job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
     found = prolog.make_prolog_deadlines(node, job, LIMITS, None)
-    assert (found.copy and found.copy.left()) == copy
-    assert found.small.left() == (SHORT_WAIT if small else 0.0)
-    assert found.end.left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
+    assert (found.copy and found.copy.seconds_left()) == copy
+    assert found.small.seconds_left() == (SHORT_WAIT if small else 0.0)
+    assert found.end.seconds_left() == max(2.0 if config[2] == 2.0 else 15.0, copy or 0.0)
 
 
 class Still(Clock):
@@ -126,7 +126,7 @@ def test_refused_prologs_deadline_ignores_the_jobs_wait_hint(
     """Else `stage-wait=0` would show the job an older copy, and a long one hold it up."""
     job = msgspec.structs.replace(job, hints=JobHints(wait=hint))
     found = prolog.make_prolog_deadlines(staging_node, job, LIMITS, Declined("disabled", "INC-1"))
-    assert found.end.left() == pytest.approx(15.0, abs=5)
+    assert found.end.seconds_left() == pytest.approx(15.0, abs=5)
     assert found.copy is None
 
 
@@ -155,12 +155,14 @@ def test_prologs_wait_is_recorded_if_the_user_is_told_of_successes(
     staging_node: Node, asking: Job, limit: HookDeadlines, monkeypatch: Patch,
     messages: str, tell: bool, redirect: str, noted: float,
 ) -> None:  # fmt: skip
-    node = staging_node.configured(user_messages=messages, redirect=redirect)
+    node = staging_node.with_config(user_messages=messages, redirect=redirect)
     node.cache.prepare(require_mount=False)
-    node.leases.write(Lease(asking.id, asking.user, 1.0, str(node.cache.root), (EntryUse("k"),)))
+    node.leases.write_lease(
+        Lease(asking.id, asking.user, 1.0, str(node.cache.root), (EntryUse("k"),))
+    )
     took = [RequestResult(RequestOutcome("copied", wait=seconds)) for seconds in (1.0, 2.0)]
     monkeypatch.setattr(serve, "serve_requests", lambda *_: took)
     job = msgspec.structs.replace(asking, hints=JobHints(tell=tell), requests=())
     monkeypatch.setattr(prolog, "_record_hinted_images", lambda *_: None)
     prolog.serve_prolog(node, job, limit, None)
-    assert node.leases.said(job.id).waited == noted
+    assert node.leases.read_notes(job.id).waited == noted

@@ -58,7 +58,7 @@ def test_step_answer_use_names_the_entry_and_its_sources_identity(
     configured: Configured, make_image: Make, messages: str, tell: str
 ) -> None:
     node, wanted = configured(redirect="spank", user_messages=messages), make_image(size=7)
-    entry = str(node.cache.image(wanted.key))
+    entry = str(node.cache.image_path(wanted.key))
     assert format_answer_fields(node, RequestResult(hit(), wanted)) == (
         "use",
         entry,
@@ -342,7 +342,7 @@ def test_step_waits_for_the_fill_of_its_directory_within_hint_and_companion_time
     job = msgspec.structs.replace(image_asked, hints=JobHints(wait=hint))
     found = step.make_step_deadlines(node, job, timeout, pytest.fail, None)
     assert found.fill is not None
-    assert found.fill.left() == seconds
+    assert found.fill.seconds_left() == seconds
 
 
 @pytest.mark.parametrize("messages", ["none", "problems"])
@@ -377,7 +377,7 @@ def test_user_gets_one_message_line_per_job_across_steps(
     for text in ("first", "second"):
         JobMessageWriter(node, image_asked, heard.append)(text)
     assert heard == ["n1: first"]
-    node.leases.file(image_asked.id).write_bytes(b"{")
+    node.leases.lease_file(image_asked.id).write_bytes(b"{")
     JobMessageWriter(node, image_asked, heard.append)("rather twice than never")
     assert len(heard) == 2
 
@@ -437,11 +437,11 @@ def test_step_waits_for_a_copy_if_configured_or_hinted_within_the_companions_tim
     node = msgspec.structs.replace(config, clock=ManualClock())
     job = msgspec.structs.replace(image_asked, hints=JobHints(wait=hint))
     if hint is not None:
-        node.leases.say(Lease(job.id, job.user, 0.0, "/cache"), wait=hint)
+        node.leases.add_notes_and_keep_lease(Lease(job.id, job.user, 0.0, "/cache"), wait=hint)
     run(node, job, timeout=timeout)
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
-    assert given.small.left() == (0.0 if hint == 0 else SHORT_WAIT)
+    assert given.small.seconds_left() == (0.0 if hint == 0 else SHORT_WAIT)
     assert given.through is (cold == "auto")
 
 
@@ -461,7 +461,7 @@ def test_step_with_a_damaged_lease_is_refused_with_lease_damaged(
 ) -> None:
     node = configured()
     node.leases.directory.mkdir(parents=True)
-    node.leases.file(image_asked.id).write_bytes(b"{")
+    node.leases.lease_file(image_asked.id).write_bytes(b"{")
     _, found = with_prolog_notes(node, image_asked, refusal)
     assert found is not None
     assert found.reason == reason
@@ -474,7 +474,7 @@ def test_step_with_an_unreadable_lease_fails_with_one_user_message(
         raise OSError(5, "I/O error")
 
     node, heard = configured(), list[str]()
-    monkeypatch.setattr(LeaseDirectory, "read", fail)
+    monkeypatch.setattr(LeaseDirectory, "find_lease", fail)
     done = run(node, image_asked, heard.append)
     assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
@@ -488,13 +488,15 @@ def test_step_with_groups_from_slurm_queries_no_name_service(
     node, alice = configured(), User("alice", 1001, 7)
     prolog = msgspec.structs.replace(image_asked, user=alice)
     with lock.held(node.cache.space_lock, 1.0):
-        node.leases.write(leases.read_or_make_lease(node, prolog).with_use(EntryUse("a" * 32)))
+        node.leases.write_lease(
+            leases.read_or_make_lease(node, prolog).with_use(EntryUse("a" * 32))
+        )
     of_step = User("", 1001, 7, groups=(7, 31000), of_step=True)
     job, refusal = with_identified_user(
         node, msgspec.structs.replace(image_asked, user=of_step), "60"
     )
     assert (refusal, job.user) == (None, msgspec.structs.replace(of_step, name="alice"))
-    noted = node.leases.read(job.id)
+    noted = node.leases.find_lease(job.id)
     assert noted is not None
     assert noted.user == alice
 
@@ -503,4 +505,4 @@ def test_refused_step_waits_for_no_copy(configured: Configured, asking: Job) -> 
     refusal = Declined("config", "broken")
     found = step.make_step_deadlines(configured(cold="wait"), asking, "", pytest.fail, refusal)
     assert found.copy is None
-    assert found.end.left() == pytest.approx(HOOK_TIMEOUT, abs=5)
+    assert found.end.seconds_left() == pytest.approx(HOOK_TIMEOUT, abs=5)

@@ -107,7 +107,7 @@ def test_companion_is_found_if_slurm_conf_includes_1000_files(conf: Path, includ
     text = "".join(f"Include p{number}.conf\n" for number in range(included))
     conf.write_text(f"{text}PrologEpilogTimeout=60\n")
     assert loaded(conf)
-    assert timeouts.read_limits(SlurmConf(str(conf))).drains == 45
+    assert timeouts.read_limits(SlurmConf(str(conf))).node_drained_after == 45
 
 
 def test_slurm_conf_with_too_many_includes_makes_companion_and_timeouts_unknown(conf: Path) -> None:

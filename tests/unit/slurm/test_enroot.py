@@ -7,6 +7,6 @@ from forestage.slurm.enroot import LONGEST, UNKNOWN, JobVariables
 
 def test_enroot_variable_expansion_longer_than_a_path_is_unknown() -> None:
     given = JobVariables({"A": "a" * LONGEST, "B": "b"}, all_known=True)
-    assert given.expanded("/${A}") == f"/{'a' * LONGEST}"
-    assert given.expanded("/${A}${B}") == UNKNOWN
-    assert given.asked.keys() == {"A", "B"}
+    assert given.expand("/${A}") == f"/{'a' * LONGEST}"
+    assert given.expand("/${A}${B}") == UNKNOWN
+    assert given.queried.keys() == {"A", "B"}

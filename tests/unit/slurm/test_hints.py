@@ -139,7 +139,7 @@ def test_any_path_can_be_hinted_percent_encoded(paths: list[str]) -> None:
     encoded = ",".join("".join(f"%{byte:02x}" for byte in path.encode()) for path in paths)
     expected = list(dict.fromkeys(paths))
     hints = parse_hints(f"stage={encoded}")
-    assert {one.path for one in hints.wanted} >= set(expected[:MAX_HINTED_PATHS]) - {""}
+    assert {one.path for one in hints.requests} >= set(expected[:MAX_HINTED_PATHS]) - {""}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_at_sign_without_a_target_belongs_to_the_images_path(value: str) -> None
     ],
 )
 def test_node_placeholder_in_a_hinted_path_is_replaced(value: str, path: str) -> None:
-    (found,) = parse_hints(f"stage={value}", NodeIndex(7, 16)).wanted
+    (found,) = parse_hints(f"stage={value}", NodeIndex(7, 16)).requests
     assert found.path == path
 
 

@@ -11,7 +11,7 @@ from forestage.system.tree import RootedTree
 
 
 def plugins(root: Path, path: str) -> list[PluginLine]:
-    return list(read_plugins(path, lambda one: RootedTree(root).at(one).read_text(), root))
+    return list(read_plugins(path, lambda one: RootedTree(root).host_path(one).read_text(), root))
 
 
 def test_plugstack_lines_are_yielded_in_slurms_load_order(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_plugstack_lines_are_yielded_in_slurms_load_order(tmp_path: Path) -> Non
         ("three.so", False),
     ]
     assert (lines[0].arguments, lines[0].where) == (("x=1", "x=2"), "/etc/p.conf:3")
-    assert (lines[0].argument("x"), lines[0].argument("y")) == ("2", "")
+    assert (lines[0].find_argument("x"), lines[0].find_argument("y")) == ("2", "")
     assert lines[1].file == "/etc/conf.d/1.conf"
     assert lines[3].arguments == ("\\",)
 
@@ -48,7 +48,7 @@ def test_plugin_line_of_an_included_file_refers_to_the_include_line(tmp_path: Pa
     (tmp_path / "p.conf").write_text("include /x-1*.conf\ninclude x-2*.conf\nrequired own.so\n")
     (tmp_path / "x-2.conf").write_text("optional x.so\n")
     found = list(
-        read_lines("/p.conf", lambda one: RootedTree(tmp_path).at(one).read_text(), tmp_path)
+        read_lines("/p.conf", lambda one: RootedTree(tmp_path).host_path(one).read_text(), tmp_path)
     )
     first, second, plugin, own = found
     assert isinstance(first, IncludeLine)
@@ -56,7 +56,7 @@ def test_plugin_line_of_an_included_file_refers_to_the_include_line(tmp_path: Pa
     assert isinstance(plugin, PluginLine)
     assert isinstance(own, PluginLine)
     assert [first.pattern, second.pattern] == ["/x-1*.conf", "/x-2*.conf"]
-    assert (plugin.by, own.by) == (second, None)
+    assert (plugin.included_by, own.included_by) == (second, None)
 
 
 def test_plugstack_that_includes_itself_raises(tmp_path: Path) -> None:

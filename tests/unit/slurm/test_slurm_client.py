@@ -85,7 +85,7 @@ def test_squeue_output_that_cannot_be_parsed_raises(listing: str) -> None:
 
 def test_missing_squeue_raises_with_a_hint_on_path(tmp_path: Path) -> None:
     with pytest.raises(SlurmError, match="squeue is not installed") as caught:
-        SlurmClient(str(tmp_path)).job(7)
+        SlurmClient(str(tmp_path)).find_job(7)
     assert "PATH" in caught.value.hint
     assert ExitStatus(caught.value.exit_code) is ExitStatus.SLURM
 
@@ -110,14 +110,14 @@ def test_jobs_with_a_running_slurmstepd_are_at_work(tmp_path: Path) -> None:
         process(tmp_path, pid, title)
     (tmp_path / "18").mkdir()  # it has ended this moment
     (tmp_path / "self").mkdir()
-    assert SlurmClient("", "", tmp_path).at_work() == {7, 8, 9}
+    assert SlurmClient("", "", tmp_path).list_jobs_with_steps() == {7, 8, 9}
 
 
 @pytest.mark.parametrize("uids", ["1000\t1000\t1000\t1000", "1000\t0\t0\t0"], ids=["own", "set-id"])
 def test_title_of_a_users_process_is_not_read(tmp_path: Path, uids: str) -> None:
     """Not of a program with a set-id bit either: su waits for a password as long as they like."""
     process(tmp_path, "14", b"slurmstepd: [10.0]\0", uids)
-    assert SlurmClient("", "", tmp_path).at_work() == frozenset()
+    assert SlurmClient("", "", tmp_path).list_jobs_with_steps() == frozenset()
     (tmp_path / "14/cmdline").unlink()
     os.mkfifo(tmp_path / "14/cmdline")
-    assert SlurmClient("", "", tmp_path).at_work() == frozenset()
+    assert SlurmClient("", "", tmp_path).list_jobs_with_steps() == frozenset()

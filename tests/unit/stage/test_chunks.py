@@ -132,7 +132,7 @@ def test_copy_of_a_file_of_any_size_near_block_and_chunk_borders_is_identical(
     pair.reserve()
     pair.copy()
     assert pair.copied == data
-    assert pair.part.digests() == map_of(data)
+    assert pair.part.read_digests() == map_of(data)
 
 
 @settings(
@@ -158,7 +158,7 @@ def test_any_file_is_copied_identically_with_any_threads_and_chunk_size(
             write_cached(patch)
         pair.copy(CopyTuning(threads=threads, chunk=CHUNK))
     assert pair.copied == bytes(hole) + tail
-    assert not list_missing_chunks(pair.part.digests(), hole + len(tail), CHUNK)
+    assert not list_missing_chunks(pair.part.read_digests(), hole + len(tail), CHUNK)
 
 
 @pytest.fixture
@@ -183,8 +183,8 @@ def test_holes_of_the_source_are_not_read_and_take_no_space(pair: Pair, reads: l
     pair.copy()
     data = pair.path.read_bytes()
     assert pair.copied == data
-    assert pair.part.digests() == map_of(data)
-    assert pair.part.allocated() <= 2 * CHUNK + BLOCK
+    assert pair.part.read_digests() == map_of(data)
+    assert pair.part.allocated_bytes() <= 2 * CHUNK + BLOCK
     assert sorted(reads) == [49 * CHUNK, 50 * CHUNK]
 
 
@@ -207,8 +207,8 @@ def test_holes_of_a_fuse_source_are_read_and_their_zeros_take_no_space(
     pair.copy()
     data = pair.path.read_bytes()
     assert pair.copied == data
-    assert pair.part.digests() == map_of(data)
-    assert pair.part.allocated() < 5 * CHUNK
+    assert pair.part.read_digests() == map_of(data)
+    assert pair.part.allocated_bytes() < 5 * CHUNK
     assert {start // CHUNK for start in reads} == set(range(101))
 
 
@@ -244,7 +244,7 @@ def test_copy_of_a_source_truncated_meanwhile_raises_and_leaves_a_true_map(
     os.truncate(pair.fd, cut)
     with pytest.raises(SourceTruncated):
         pair.copy(QUIET, source=whole)
-    assert list_missing_chunks(pair.part.digests(), 2 * CHUNK, CHUNK) == list(
+    assert list_missing_chunks(pair.part.read_digests(), 2 * CHUNK, CHUNK) == list(
         range(cut // CHUNK, 2)
     )
 
@@ -322,7 +322,7 @@ def test_resumed_copy_reads_only_what_is_missing(pair: Pair, reads: list[int]) -
     there = each(pair.copied)
     for number, one in enumerate(each(data)):
         assert there[number] == (bytes(len(one)) if number in (0, 2, 5) else one)
-    sums = digest.split_map(pair.part.digests())
+    sums = digest.split_map(pair.part.read_digests())
     assert [number for number, one in enumerate(sums) if one == mark] == [0, 2, 5]
 
 
@@ -345,16 +345,16 @@ def test_stopped_copy_leaves_a_true_map_and_is_resumed(
     monkeypatch.setattr(trace, "listener", listen)
     with pytest.raises(CopyStopped):
         pair.copy(QUIET, stop)
-    missing = list_missing_chunks(pair.part.digests(), len(data), CHUNK)
+    missing = list_missing_chunks(pair.part.read_digests(), len(data), CHUNK)
     copied = [0, 6, 1][:after]  # head, tail, then straight through
     assert missing == [number for number in range(7) if number not in copied]
-    there, sums = each(pair.copied), digest.split_map(pair.part.digests())
+    there, sums = each(pair.copied), digest.split_map(pair.part.read_digests())
     for number in copied:
         assert there[number] == each(data)[number]
         assert sums[number] == digest.digest_chunk(there[number])
     pair.copy(QUIET)
     assert pair.copied == data
-    assert pair.part.digests() == map_of(data)
+    assert pair.part.read_digests() == map_of(data)
 
 
 def test_chunk_is_entered_in_the_map_only_after_its_bytes_are_written(
@@ -365,7 +365,7 @@ def test_chunk_is_entered_in_the_map_only_after_its_bytes_are_written(
     seen: list[int] = []
 
     def listen(_: str) -> None:
-        for number, one in enumerate(digest.split_map(pair.part.digests())):
+        for number, one in enumerate(digest.split_map(pair.part.read_digests())):
             if any(one):
                 seen.append(number)
                 assert each(pair.copied)[number] == each(data)[number]
@@ -396,7 +396,7 @@ def test_error_of_one_copy_thread_stops_the_other_threads(pair: Pair, monkeypatc
         run.all()
     run.close()
     assert sorted(starts) == [0, 49 * CHUNK]
-    assert list_missing_chunks(pair.part.digests(), 50 * CHUNK, CHUNK) == list(range(49))
+    assert list_missing_chunks(pair.part.read_digests(), 50 * CHUNK, CHUNK) == list(range(49))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -472,7 +472,7 @@ def test_chunk_copied_in_several_pieces_has_the_right_bytes_and_digest(
         digest.digest_chunk(data[at : at + tuning.chunk])
         for at in range(0, len(data), tuning.chunk)
     ]
-    assert digest.split_map(pair.part.digests()) == sums
+    assert digest.split_map(pair.part.read_digests()) == sums
     assert chunks.compute_digests(pair.part.image, len(data), tuning) == b"".join(sums)
 
 

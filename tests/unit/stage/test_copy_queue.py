@@ -205,13 +205,13 @@ def owner(make_image: Callable[..., SourceImage]) -> PartRecord:
 
 @pytest.fixture
 def one_at_once(staging_node: Node) -> Node:
-    return staging_node.configured(max_copies=1)
+    return staging_node.with_config(max_copies=1)
 
 
 @pytest.fixture
 def copy_waits(one_at_once: Node, owner: PartRecord) -> Waits:
     """Whether a stager of our key has to wait where `most` may copy at once."""
-    one_at_once.cache.part(KEY).write_owner(owner)
+    one_at_once.cache.part(KEY).write_record(owner)
 
     def waiting(most: int = 1) -> bool:
         config = msgspec.structs.replace(one_at_once.config, max_copies=most)
@@ -240,7 +240,7 @@ def add_copy(staging_node: Node, owner: PartRecord) -> Iterator[Add]:
         part.directory.mkdir(exist_ok=True)
         if since is not None:
             boot = boot or owner.boot
-            part.write_owner(msgspec.structs.replace(owner, since=since, boot=boot, **known))
+            part.write_record(msgspec.structs.replace(owner, since=since, boot=boot, **known))
         if alive:
             held.enter_context(lock.held(staging_node.cache.key_lock(key), 0))
         return part
@@ -330,7 +330,7 @@ def test_stalled_copy_loses_its_slot(
 
 def lease(node: Node, *keys: str) -> None:
     uses = tuple(EntryUse(key) for key in keys)
-    node.leases.write(Lease(7, User("", 1, 1), 0.0, str(node.cache.root), uses))
+    node.leases.write_lease(Lease(7, User("", 1, 1), 0.0, str(node.cache.root), uses))
 
 
 def need_of(node: Node, key: str) -> CopyNeed:
@@ -351,31 +351,31 @@ def test_need_of_a_copy_follows_from_lease_keeper_socket_and_waiting_hooks(
     assert need_of(node, "a") == "now"
     sock.unlink()
     assert need_of(node, "a") == "later"
-    part.note_waiting(node.clock.wall())
+    part.mark_waited_for(node.clock.wall())
     assert need_of(node, "a") == "now"
-    node.leases.drop(7)
+    node.leases.drop_lease(7)
     assert need_of(node, "a") == "none"
 
 
 def test_damaged_lease_counts_as_needing_any_copy(staging_node: Node, add_copy: Add) -> None:
     add_copy("a", 1.0)
     lease(staging_node, "b")
-    staging_node.leases.file(8).write_text("{")
+    staging_node.leases.lease_file(8).write_text("{")
     assert need_of(staging_node, "a") == "later"
 
 
 def test_acquired_slot_is_recorded_in_the_part(one_at_once: Node, owner: PartRecord) -> None:
     part = one_at_once.cache.part(KEY)
-    part.write_owner(owner)
+    part.write_record(owner)
     taken = copy_queue.wait_for_slot(one_at_once, KEY, owner, threading.Event())
-    assert (taken.placed, part.owner()) == (True, taken)
+    assert (taken.placed, part.find_record()) == (True, taken)
 
 
 def test_slot_is_acquired_under_the_space_lock(
     one_at_once: Node, owner: PartRecord, add_copy: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another copy takes the place between the first look and the lock."""
-    one_at_once.cache.part(KEY).write_owner(owner)
+    one_at_once.cache.part(KEY).write_record(owner)
     real = lock.held
 
     def held(path: Path, timeout: float) -> contextlib.AbstractContextManager[None]:
@@ -393,7 +393,7 @@ def test_slot_is_acquired_under_the_space_lock(
 def test_copy_gets_its_slot_when_the_copies_ahead_have_ended(
     one_at_once: Node, owner: PartRecord, add_copy: Add
 ) -> None:
-    one_at_once.cache.part(KEY).write_owner(owner)
+    one_at_once.cache.part(KEY).write_record(owner)
     parts = [add_copy("a", 1.0), add_copy("b", 2.0)]
     turns = Turns(then=lambda: parts.pop().record.unlink())
     copy_queue.wait_for_slot(one_at_once, KEY, owner, turns)  # type: ignore[arg-type]
@@ -415,7 +415,7 @@ def test_running_copy_that_no_job_needs_is_stopped_for_a_waiting_copy_that_a_job
     one_at_once: Node, owner: PartRecord, add_copy: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_queue, "WATCH", 0.0)
-    one_at_once.cache.part(KEY).write_owner(msgspec.structs.replace(owner, placed=True))
+    one_at_once.cache.part(KEY).write_record(msgspec.structs.replace(owner, placed=True))
     stop = threading.Event()
     with copy_queue.stop_when_displaced(one_at_once, KEY, stop):
         lease(one_at_once, "a")

@@ -88,16 +88,16 @@ class Scene:
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-        assert self.part.digests() == b"".join(digest.digest_chunk(one) for one in each)
-        assert self.readers.has(0, SIZE, self.part.image.stat().st_ino)
-        assert self.readers.wanted() == []
+        assert self.part.read_digests() == b"".join(digest.digest_chunk(one) for one in each)
+        assert self.readers.has_arrived(0, SIZE, self.part.image.stat().st_ino)
+        assert self.readers.list_wanted() == []
 
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: Patch) -> Iterator[Scene]:
     made = Scene(tmp_path, monkeypatch)
     yield made
-    made.readers.end()
+    made.readers.remove_map()
     os.close(made.fd)
 
 
@@ -109,7 +109,7 @@ def test_copy_is_complete_with_readers_and_any_number_of_threads(
     if served:
         scene.serve()
     for number in range(COUNT):
-        scene.readers.want(number, SOON)
+        scene.readers.request_chunk(number, SOON)
     scene.copy(threads=threads)
     scene.check()
 
@@ -126,28 +126,28 @@ def test_chunks_of_an_earlier_stager_are_readable_from_the_start_of_the_resumed_
     scene.stop.clear()
     inode = scene.part.image.stat().st_ino
     seen: list[bool] = []
-    scene.then = lambda: seen.append(made.has(0, CHUNK, inode))
+    scene.then = lambda: seen.append(made.has_arrived(0, CHUNK, inode))
     scene.copy()
     assert all(seen)
 
 
 def test_wanted_chunks_are_copied_first_and_awaited_chunks_before_all(scene: Scene) -> None:
-    scene.readers.want(2, SOON)
-    scene.readers.want(3, NOW)
+    scene.readers.request_chunk(2, SOON)
+    scene.readers.request_chunk(3, NOW)
     scene.copy()
     assert [piece * PIECE // CHUNK for piece in scene.read] == [3, 2, 0, 4, 1]
     scene.check()
 
 
 def test_copy_continues_after_the_wanted_chunk(scene: Scene) -> None:
-    scene.readers.want(2, NOW)
+    scene.readers.request_chunk(2, NOW)
     scene.copy()
     assert [piece * PIECE // CHUNK for piece in scene.read] == [2, 3, 4, 0, 1]
 
 
 def test_chunk_that_a_job_waits_for_interrupts_another_chunk(scene: Scene) -> None:
     scene.serve()
-    scene.then = lambda: scene.readers.want(3, NOW) if len(scene.read) == 1 else None
+    scene.then = lambda: scene.readers.request_chunk(3, NOW) if len(scene.read) == 1 else None
     scene.copy()
     assert scene.read[:4] == [0, 6, 7, 1]
     scene.check()
@@ -158,7 +158,7 @@ def test_piece_is_readable_before_its_chunk_is_complete(scene: Scene) -> None:
     inode = scene.part.image.stat().st_ino
     seen: list[tuple[bool, bool]] = []
     scene.then = lambda: seen.append(
-        (scene.readers.has(0, PIECE, inode), scene.readers.has(PIECE, PIECE, inode))
+        (scene.readers.has_arrived(0, PIECE, inode), scene.readers.has_arrived(PIECE, PIECE, inode))
     )
     scene.copy()
     assert seen[:3] == [(False, False), (True, False), (True, True)]
@@ -175,13 +175,13 @@ def test_chunk_that_a_job_waits_for_is_not_delayed_by_reads_or_bandwidth_limit(
     scene: Scene, monkeypatch: Patch, tuning: dict[str, object]
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 1e9)
-    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: not tuning)
+    monkeypatch.setattr(ArrivalMap, "has_recent_source_read", lambda *_: not tuning)
     scene.serve()
-    scene.then = lambda: scene.readers.want(3, NOW)
+    scene.then = lambda: scene.readers.request_chunk(3, NOW)
     with pytest.raises(CopyStopped):
         scene.copy(**tuning)
     assert scene.read == [0, 6, 7]
-    assert list_missing_chunks(scene.part.digests(), SIZE, CHUNK) == [0, 1, 2, 4]
+    assert list_missing_chunks(scene.part.read_digests(), SIZE, CHUNK) == [0, 1, 2, 4]
 
 
 def test_chunk_that_a_job_waits_for_is_exempt_from_the_bandwidth_limit(
@@ -191,7 +191,7 @@ def test_chunk_that_a_job_waits_for_is_exempt_from_the_bandwidth_limit(
     monkeypatch.setattr(
         source_reader.RateLimiter, "take", lambda self, size, stop: taken.append(size)
     )
-    scene.readers.want(0, NOW)
+    scene.readers.request_chunk(0, NOW)
     scene.copy()
     assert taken == [CHUNK, CHUNK, CHUNK, PIECE + 5]
 
@@ -202,7 +202,7 @@ def test_copy_pauses_while_a_job_reads(scene: Scene, monkeypatch: Patch, served:
 
     # It waits after the one read of so long a pause.
     monkeypatch.setattr(scene.stop, "wait", lambda _: scene.stop.set())
-    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "has_recent_source_read", lambda *_: True)
     if served:
         scene.serve()
     with pytest.raises(CopyStopped):
@@ -214,7 +214,9 @@ def test_copy_pauses_while_a_job_reads(scene: Scene, monkeypatch: Patch, served:
 def test_copy_uses_one_thread_and_small_reads_while_a_job_starts(
     scene: Scene, monkeypatch: Patch, served: bool
 ) -> None:
-    monkeypatch.setattr(ArrivalMap, "reading", lambda _, now, calm: calm == chunks.BETWEEN_NS)
+    monkeypatch.setattr(
+        ArrivalMap, "has_recent_source_read", lambda _, now, calm: calm == chunks.BETWEEN_NS
+    )
     if served:
         scene.serve()
     scene.copy(threads=4)
@@ -238,7 +240,7 @@ def test_copy_continues_at_full_size_after_the_jobs_first_read(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 0.0)
-    scene.then = lambda: scene.readers.note_read(1) if len(scene.sizes) == 3 else None
+    scene.then = lambda: scene.readers.mark_source_read(1) if len(scene.sizes) == 3 else None
     scene.copy(through=True)
     assert scene.sizes[:4] == [chunks.GENTLE] * 3 + [CHUNK - 3 * chunks.GENTLE]
     scene.check()
@@ -248,7 +250,7 @@ def test_job_start_that_lasts_too_long_no_longer_slows_the_copy(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunks, "START_NS", 0)
-    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "has_recent_source_read", lambda *_: True)
     scene.copy()
     assert min(scene.sizes[:4]) > chunks.GENTLE
     scene.check()
@@ -258,7 +260,7 @@ def test_job_that_reads_all_the_time_does_not_starve_the_copy(
     scene: Scene, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunks, "PAUSE", 0.001)
-    monkeypatch.setattr(ArrivalMap, "reading", lambda *_: True)
+    monkeypatch.setattr(ArrivalMap, "has_recent_source_read", lambda *_: True)
     scene.serve()
     scene.copy()
     scene.check()

@@ -11,7 +11,7 @@ from forestage.system import loop
 
 
 def of(file: Path) -> list[loop.LoopDevice]:
-    return [one for one in loop.list_attached_devices() if one.is_of(file.stat())]
+    return [one for one in loop.list_attached_devices() if one.is_backed_by(file.stat())]
 
 
 @pytest.fixture
@@ -53,6 +53,6 @@ def test_loop_device_of_a_deleted_file_is_listed_as_deleted(image: Path) -> None
     loop.attach_file(image, read_only=True)
     facts = image.stat()
     image.unlink()
-    (one,) = [one for one in loop.list_attached_devices() if one.is_of(facts)]
-    assert one.is_deleted
+    (one,) = [one for one in loop.list_attached_devices() if one.is_backed_by(facts)]
+    assert one.is_file_deleted
     loop.detach_device(one)

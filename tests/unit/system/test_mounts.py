@@ -66,7 +66,7 @@ def test_binds_of_a_directory_are_found_by_file_system_and_path_inside() -> None
 def test_user_of_a_fuse_mount_is_read_from_the_kernels_options_only(rest: str, user: int) -> None:
     """Type and source are words of that user."""
     (found,) = parse_mountinfo(f"7 1 0:5 / /x rw,nosuid,nodev {rest}\n")
-    assert found.fuse_user == user
+    assert found.fuse_owner_uid == user
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
 
     def looks_end(self) -> Deadline:
         """What is left to the step, and enough after a long wait for what came before."""
-        left = max(self.end.left(), opening.HOOK_TIMEOUT)
+        left = max(self.end.seconds_left(), opening.HOOK_TIMEOUT)
         return Deadline.after(left, self.node.clock)
 
 
@@ -107,7 +107,7 @@ def sort_by_depth(lines: Sequence[LineFields]) -> list[LineFields]:
 def read_job_data(leases: LeaseDirectory, job: int, uid: int | None = None) -> JobData:
     """What was noted of this user's job; nothing where nothing can be read."""
     with contextlib.suppress(OSError, Failed):
-        return leases.said(job, uid).data or JobData()
+        return leases.read_notes(job, uid).data or JobData()
     return JobData()
 
 
@@ -125,13 +125,13 @@ def record_directory_states(node: Node, job: Job, trees: dict[str, DirectoryCopy
     """Notes how far these directories of a job that is here are. Under the space lock."""
     noted = read_job_data(node.leases, job.id, job.user.uid)
     data = msgspec.structs.replace(noted, trees=noted.trees | trees)
-    node.leases.note(job.id, job.user.uid, data=data)
+    node.leases.add_notes(job.id, job.user.uid, data=data)
 
 
 def is_still_wanted(node: Node, job: Job) -> bool:
     """Whether this very run of a job still wants data here: it may have ended, or been requeued."""
-    lease = node.leases.read(job.id)
-    if lease is None or not lease.is_of(job.user.uid, job.start):
+    lease = node.leases.find_lease(job.id)
+    if lease is None or not lease.belongs_to(job.user.uid, job.start):
         return False
-    data = node.leases.said(job.id, job.user.uid).data
+    data = node.leases.read_notes(job.id, job.user.uid).data
     return data is not None and data.restart == job.restart

@@ -78,7 +78,7 @@ def _start_process(node: Node, job: Job, path: str) -> None:
     with daemon.start_daemon(
         stager.STAGER, about, partial(_run_process, node, job, path)
     ) as channel:
-        message = channel.recv(daemon.START)
+        message = channel.receive_message(daemon.START)
         if message is not None and message.state == "died":
             why = "the process that looks at the directory died"
             data_view.record_directory_state(
@@ -117,7 +117,7 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
     noted = data_view.read_job_data(node.leases, job.id, job.user.uid)
     _rescan_if_more_groups(call, noted.restart, path)
     tree = _read_state(node, job, path)
-    while until is not None and tree.state in ("looking", "copying") and until.left():
+    while until is not None and tree.state in ("looking", "copying") and until.seconds_left():
         if lock.is_free(_process_lock(node, job.id, noted.restart, path)):
             tree = _read_state(node, job, path)
             if tree.state not in ("ready", "declined"):  # and so it stays
@@ -125,20 +125,20 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
                 tree = DirectoryCopyState("declined", reason="helper", detail=why)
             break
         call.progress(partial(_format_progress, node, path, tree, until))
-        node.clock.sleep(min(POLL, until.left()))
+        node.clock.sleep(min(POLL, until.seconds_left()))
         tree = _read_state(node, job, path)
     outcome = RequestOutcome(
         "started", request=make_printable(request.path), via="hint", image=tree.path
     )
-    entry = node.cache.read(tree.key) if tree.state == "ready" else None
+    entry = node.cache.find_entry_by_key(tree.key) if tree.state == "ready" else None
     if entry is None or not node.cache.is_proven(tree.key):
         shared_scan.announce_no_scan(node, job, noted.restart, path)
         if tree.state == "declined":
             raise Declined(tree.reason, tree.detail)
         return [], outcome
     digest = entry.identity.tree
-    until_seen = Deadline.after(min(SCAN_TIMEOUT, call.looks_end().left()), node.clock)
-    if tree.seconds > until_seen.left():  # by now, not when that is over
+    until_seen = Deadline.after(min(SCAN_TIMEOUT, call.looks_end().seconds_left()), node.clock)
+    if tree.seconds > until_seen.seconds_left():  # by now, not when that is over
         shared_scan.announce_no_scan(node, job, noted.restart, path)
         what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
         raise manifest.make_too_slow_error(path, what)
@@ -149,13 +149,15 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
                 "deadline", f"{MAX_OF_USER} steps of this user look at directories already"
             )
         if (
-            shared_scan.digest_for_step(node, job, noted.restart, path, digest, until_seen.left())
+            shared_scan.digest_for_step(
+                node, job, noted.restart, path, digest, until_seen.seconds_left()
+            )
             != digest
         ):
             raise Declined("changed", f"{path} has changed since the job began")
     _check_job_outside(tree.path, job, call.looks_end())
     call.must_not_be_bound(tree.path)
-    copy = node.cache.image(tree.key)
+    copy = node.cache.image_path(tree.key)
     device, file = loop.attach_file(copy, read_only=True), loop.format_file_id(copy.stat())
     line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
     shown = msgspec.structs.replace(
@@ -176,7 +178,7 @@ def _check_job_outside(directory: str, job: Job, end: Deadline) -> None:
         own = [path for path in (home, job.work_dir) if path.startswith("/")]
         return [*map(os.fsencode, (*own, *map(os.path.realpath, own)))], []
 
-    found, _ = as_user.run_in_child(work, list[bytes], min(WORK_DIR_TIMEOUT, end.left()))
+    found, _ = as_user.run_in_child(work, list[bytes], min(WORK_DIR_TIMEOUT, end.seconds_left()))
     for own in map(os.fsdecode, found):
         if f"{own}/".startswith(f"{directory}/"):
             raise Declined("no-mount", f"{directory} holds the job's own directory {own}")
@@ -195,7 +197,7 @@ def _format_progress(node: Node, path: str, tree: DirectoryCopyState, until: Dea
     """For a user who waits: how far the directory is."""
     if tree.state == "looking":
         return f"waiting for {make_printable(path)}, whose files are being looked at"
-    owner = node.cache.stager(tree.key)
+    owner = node.cache.find_stager(tree.key)
     if owner is None:
         return f"waiting for the copy of {make_printable(path)}, which is about to begin"
     eta = CopyEstimate(node, owner.image, until)
@@ -211,7 +213,7 @@ def detach_unused_devices(cache: Cache, leases: LeaseDirectory, patience: float)
     the shared path.
     """
     with lock.held_if_writable(cache.space_lock, patience):
-        used = leases.keys()
+        used = leases.leased_keys()
         for device in loop.list_attached_devices():
             if _is_unused(cache, device, used):
                 loop.detach_device(device)
@@ -220,13 +222,13 @@ def detach_unused_devices(cache: Cache, leases: LeaseDirectory, patience: float)
 def _is_unused(cache: Cache, device: LoopDevice, used: frozenset[str]) -> bool:
     """Whether a device shows an entry that no lease names; one that was evicted has no name."""
     path = device.file.removesuffix(loop.DELETED)
-    if not (device.is_of_cache(cache.real) and path.endswith("/image")):
+    if not (device.is_below_cache(cache.real_root) and path.endswith("/image")):
         return False
     with contextlib.suppress(OSError):
-        if device.is_deleted:
-            return device.is_on(cache.root.stat())
+        if device.is_file_deleted:
+            return device.is_on_file_system(cache.root.stat())
         key = Path(path).parent.name
-        return key not in used and device.is_of(os.lstat(cache.image(key)))
+        return key not in used and device.is_backed_by(os.lstat(cache.image_path(key)))
     return False
 
 
@@ -234,7 +236,7 @@ def _run_process(node: Node, job: Job, path: str, hook: StartChannel) -> None:
     """The whole life of the process that brings a directory."""
 
     def work(stop: threading.Event) -> None:
-        hook.begin()
+        hook.release_hook()
         with lock.held(_process_lock(node, job.id, job.restart, path), daemon.START):
             hook.send(StartReport("ready"))
             hook.close()
@@ -282,9 +284,9 @@ def _try_scan_slot(node: Node, job: Job, held: contextlib.ExitStack, until: Dead
     with contextlib.suppress(OSError):  # of a disk that is read-only by now
         name = f"looks-{job.user.uid}"
         while lock.acquire_slot(node.cache.locks, name, MAX_OF_USER, held) is None:
-            if not until.left():
+            if not until.seconds_left():
                 return False
-            node.clock.sleep(min(POLL, until.left()))
+            node.clock.sleep(min(POLL, until.seconds_left()))
     return True
 
 
@@ -302,14 +304,14 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
     key = found.digest[:32]
     _add_to_lease(node, job, key)
     ready = DirectoryCopyState("ready", key, resolved, files=len(found.files), seconds=seen.seconds)
-    if node.cache.read(key) is not None and node.cache.is_proven(key):
+    if node.cache.find_entry_by_key(key) is not None and node.cache.is_proven(key):
         return ready
     data_view.record_directory_state(node, job, path, DirectoryCopyState("copying", key, resolved))
     _check_erofs()
     with contextlib.ExitStack() as held:
         _wait_for_key_lock(node, job, key, held)
         # Nothing that takes much memory before: another job's copy may take hours.
-        if node.cache.read(key) is not None and node.cache.is_proven(key):
+        if node.cache.find_entry_by_key(key) is not None and node.cache.is_proven(key):
             return ready
         retry.check_retry_due(node.cache, resolved, node.clock.wall())
         acls = manifest.read_acls(root, found, job.user) if seen.acls is None else seen.acls
@@ -321,8 +323,8 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
         )
         held.callback(opened.close)
         # Of files there is no second descriptor past the page cache, and rsync knows no images.
-        here = node.configured(engine="chunks", cold="shared")
-        task = CopyTask(here, job, OpenImage(opened.image, job.user, root, other=opened))
+        here = node.with_config(engine="chunks", cold="shared")
+        task = CopyTask(here, job, OpenImage(opened.image, job.user, root, other_source=opened))
         ended = stager.copy_and_report(task, stop)
     if ended.state == "failed":
         if ended.reason == "written":
@@ -353,7 +355,7 @@ def _check_below_sources(node: Node, root: int, resolved: str) -> None:
             f"{resolved} is not below {', '.join(sources)}",
             "the admin can add its directory to `sources:`",
         )
-    if source_image.is_below_any(str(node.cache.real), [resolved]):
+    if source_image.is_below_any(str(node.cache.real_root), [resolved]):
         raise Declined("outside-sources", f"{resolved} holds the cache itself")
     if mounts.is_on_user_mount(root, resolved, node.config.user_mounts):
         raise Declined(
@@ -380,7 +382,7 @@ def _check_size(node: Node, found: DirectoryManifest) -> None:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"
         raise Declined("too-large", what)
     part.check_chunk_count(
-        directory_source.make_source_image(found, size), node.config.chunk_of(size)
+        directory_source.make_source_image(found, size), node.config.chunk_bytes_for(size)
     )
 
 
@@ -389,17 +391,17 @@ def _check_erofs() -> None:
     if "\terofs\n" not in Path("/proc/filesystems").read_text():
         ran = run.run_program(["modprobe", "erofs"], timeout=PROBE)
         if ran.code != 0:
-            what = f"this kernel has no EROFS, of which the copy would be: {ran.explained()}"
+            what = f"this kernel has no EROFS, of which the copy would be: {ran.format_ending()}"
             raise Declined("no-erofs", what)
 
 
 def _add_to_lease(node: Node, job: Job, key: str) -> None:
     """Holds the entry for the job. Raises CopyStopped where that is over."""
     with lock.held(node.cache.space_lock, lock.SPACE_TIMEOUT):
-        lease = node.leases.read_own(job.id, job.user.uid)
+        lease = node.leases.find_own_lease(job.id, job.user.uid)
         if lease is None or not data_view.is_still_wanted(node, job):
             raise Declined("stopped", "the job is over")
-        node.leases.write(lease.with_use(EntryUse(key)))
+        node.leases.write_lease(lease.with_use(EntryUse(key)))
 
 
 def _read_state(node: Node, job: Job, path: str) -> DirectoryCopyState:

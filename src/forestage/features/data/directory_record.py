@@ -46,7 +46,7 @@ def format_record(uid: int, lines: Iterable[LineFields]) -> str:
 def is_write_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
     """Whether the job has another record of this format, or none. Raises OSError."""
     try:
-        found = os.fsdecode(records.read_raw(leases.directory_record(job)))
+        found = os.fsdecode(records.read_raw(leases.directory_record_file(job)))
     except (FileNotFoundError, records.DamagedRecord):
         return True
     return found != text and found.partition("\n")[0] == text.partition("\n")[0]
@@ -54,5 +54,5 @@ def is_write_needed(leases: LeaseDirectory, job: int, text: str) -> bool:
 
 def write_record(leases: LeaseDirectory, job: int, text: str) -> None:
     """Write the job's record, if it has a lease. Under the space lock. Raises Failed, OSError."""
-    if leases.read(job) is not None:
-        records.write(leases.directory_record(job), os.fsencode(text))
+    if leases.find_lease(job) is not None:
+        records.write(leases.directory_record_file(job), os.fsencode(text))

@@ -141,7 +141,9 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
     node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
     place.directory.mkdir(mode=0o700)
     with contextlib.ExitStack() as on_error:
-        on_error.callback(lambda: _remove_job_dir(node.cache, place, min(job_disk.END, end.left())))
+        on_error.callback(
+            lambda: _remove_job_dir(node.cache, place, min(job_disk.END, end.seconds_left()))
+        )
         if ram:
             records.write(place.record, msgspec.json.encode(wanted))
             on_error.pop_all()
@@ -153,7 +155,10 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
             job_disk.reserve_file(place.disk, size)
         trace.reach_point("job room")
         device = job_disk.format_ext4(place.disk, job.user, place.directory, end)
-        over, patience = node.leases.over(job.id), job_disk.limit_to_deadline(daemon.START, end)
+        over, patience = (
+            node.leases.over_mark(job.id),
+            job_disk.limit_to_deadline(daemon.START, end),
+        )
         job_disk.start_holder(device, place.directory, over, patience)
         records.write(place.record, msgspec.json.encode(wanted))
         on_error.pop_all()
@@ -162,7 +167,7 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
 def _max_total_bytes(node: Node, size: int) -> int:
     """The bytes that the directories of all jobs may take together. Raises Declined, OSError."""
     disk = os.statvfs(node.cache.root)
-    most = node.config.data.job_dir.of(disk.f_blocks * disk.f_frsize)
+    most = node.config.data.job_dir.resolve_bytes(disk.f_blocks * disk.f_frsize)
     if size > most:
         raise Declined(
             "too-large",
@@ -224,7 +229,7 @@ def find_job_dir(node: Node, job: Job) -> JobDirectory | None:
     In the cache that its lease names: `cache:` may be another by now. Raises Failed.
     """
     boot = boot_id()
-    lease = node.leases.read_own(job.id, job.user.uid)
+    lease = node.leases.find_own_lease(job.id, job.user.uid)
     cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
     start = lease.start if lease else 0
     for place in _list_dirs_of_job(cache, job.id):
@@ -247,7 +252,7 @@ def prepare_mount_for_step(node: Node, job: Job) -> JobDirMount:
     made = place.made()
     if made is not None and made.ram:
         patience = Deadline.after(daemon.START, node.clock)
-        over = node.leases.over(job.id)
+        over = node.leases.over_mark(job.id)
         name = job_ram.ensure_tmpfs_holder(
             place.directory, over, job.user, made.size, job.manager, patience
         )
@@ -287,7 +292,7 @@ def remove_leftovers(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     Raises Failed, OSError.
     """
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        going = [_move_aside(cache, place) for place in list_leftovers(cache, leases.jobs())]
+        going = [_move_aside(cache, place) for place in list_leftovers(cache, leases.list_jobs())]
     # Also of Prologs, which only rename, and of Epilogs that were killed. <job>.<restart>.<n>: a
     # look into the directory of an entry may hang with who deletes that (Cache.delete_evicted).
     for directory in cache.evicted.glob("*.*.*"):
@@ -299,7 +304,7 @@ def remove_leftovers(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
     facts = os.stat(cache.root)  # noqa: PTH116
     for device in loop.list_attached_devices():
         deleted = device.file.endswith(f"/disk{loop.DELETED}")
-        if deleted and device.is_on(facts) and device.is_of_cache(cache.real):
+        if deleted and device.is_on_file_system(facts) and device.is_below_cache(cache.real_root):
             loop.detach_device(device)
     return tuple(gone.name for gone in going)
 
@@ -346,7 +351,7 @@ def _remove_job_dir(cache: Cache, place: JobDirectory, patience: float = job_dis
 
 def _move_aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
     facts = files.lstat_or_none(place.disk)
-    return _RemovedJobDir(place.directory.name, cache.move_aside(place.directory), facts)
+    return _RemovedJobDir(place.directory.name, cache.move_to_evicted(place.directory), facts)
 
 
 def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> None:
@@ -356,14 +361,14 @@ def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> N
     """
     gone = _move_aside(cache, earlier)
     with contextlib.suppress(Failed, OSError):
-        until = Deadline.after(min(job_disk.END, end.left()), end.clock)
-        _release_devices(gone, until.left())
+        until = Deadline.after(min(job_disk.END, end.seconds_left()), end.clock)
+        _release_devices(gone, until.seconds_left())
         if gone.now is not None:
             cache.delete_evicted(gone.now)
         # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
         # one that a task still has mounted: that run may not have ended for all of its processes.
-        while gone.disk and job_disk.list_devices(gone.disk) and until.left():
-            end.clock.sleep(min(lock.POLL, until.left()))
+        while gone.disk and job_disk.list_devices(gone.disk) and until.seconds_left():
+            end.clock.sleep(min(lock.POLL, until.seconds_left()))
 
 
 def _release_devices(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:

@@ -221,7 +221,7 @@ def _run_copier(order: _FillTask, idle: Callable[[], None]) -> FillResult:
     try:
         # Once: memory that did not suffice in the job's cgroup would not suffice again.
         found, line = as_user.run_in_child_with_socket(
-            work, FillResult, order.until.left() + 2 * LAST, idle=idle, tries=1
+            work, FillResult, order.until.seconds_left() + 2 * LAST, on_idle=idle, tries=1
         )
     except as_user.ChildTimeout as slow:
         found = _find_result(order.place, order.number) or FillResult(0, slow.reason, str(slow))
@@ -246,7 +246,7 @@ def _fill_once(order: _FillTask) -> ChildResult[FillResult]:
         forked_child.join_slurm_cgroups(os.getpid(), order.step)
     try:
         # Held by this process: the hook that waits for it may be killed.
-        with lock.held(order.place.lock(order.number), order.until.left()):
+        with lock.held(order.place.lock(order.number), order.until.seconds_left()):
             return _find_result(order.place, order.number) or _fill_now(order), []
     except lock.LockTimeout:
         what = "another step copies it, and takes longer than this one may wait"
@@ -350,7 +350,7 @@ def _copy_and_rename(order: _FillTask, way: _CopyMethod, root: int) -> FillResul
 
 def _check_time(until: Deadline) -> None:
     """Raises Declined once the time is over."""
-    if not until.left():
+    if not until.seconds_left():
         raise Declined("deadline", "it takes longer than the step may wait", "copy it in the job")
 
 

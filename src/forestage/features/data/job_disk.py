@@ -18,8 +18,8 @@ mounted would find other bytes. What is behind a file's end is an error to a loo
 to a mapping, which a shutdown does not stop, it is SIGBUS.
 It ends by itself, and does none of this, once the directory is deleted without that. Where the
 package was removed meanwhile, no Epilog can end it: then it sees what the Epilog's shell has left
-(Leases.over), and removes the device and the directory as well. So all that it needs is imported
-before, and open.
+(Leases.over_mark), and removes the device and the directory as well. So all that it needs is
+imported before, and open.
 One that was killed is missed by nobody but the tasks that then wait.
 """
 
@@ -60,7 +60,7 @@ e2fsprogs 1.46.6."""
 
 def limit_to_deadline(seconds: float, end: Deadline) -> float:
     """So many seconds, or what is left of the Prolog's time. Raises Declined if none is."""
-    left = end.left()
+    left = end.seconds_left()
     if not left:
         raise Declined("deadline", "the Prolog's time ended before the directory was made")
     return min(seconds, left)
@@ -95,7 +95,7 @@ def format_ext4(file: Path, user: User, point: Path, end: Deadline) -> str:
         if ran.code == 0:
             break
     else:
-        raise Failed("job-dir", f"no file system in {file}: {ran.explained()}")
+        raise Failed("job-dir", f"no file system in {file}: {ran.format_ending()}")
     device = loop.attach_file(file, read_only=False)
 
     def work() -> ChildResult[None]:
@@ -112,7 +112,7 @@ def format_ext4(file: Path, user: User, point: Path, end: Deadline) -> str:
 
 def list_devices(facts: os.stat_result) -> list[loop.LoopDevice]:
     """The devices that show the file of which stat(2) says this: one, if any. Raises Failed."""
-    return [device for device in loop.list_attached_devices() if device.is_of(facts)]
+    return [device for device in loop.list_attached_devices() if device.is_backed_by(facts)]
 
 
 class JobEndWatch(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ def _run_holder(device: str, place: Path, over: Path, prolog: StartChannel) -> N
     disk = os.open(place / "disk", os.O_RDWR)
     facts = os.fstat(disk)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    prolog.begin(held, root, disk, *end.fds)
+    prolog.release_hook(held, root, disk, *end.fds)
     prolog.close()
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
         if not os.fstat(held).st_nlink:

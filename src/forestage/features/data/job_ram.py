@@ -45,7 +45,7 @@ def ensure_tmpfs_holder(
     `over` is as in job_disk.py. `step` is the pid of the step's manager, in whose job's memory it
     has to fit. Raises Declined, lock.LockTimeout, OSError.
     """
-    with lock.held(directory / "lock.ram", end.left()):
+    with lock.held(directory / "lock.ram", end.seconds_left()):
         held = directory / "held"
         if not held.exists():
             if forked_child.is_in_job_namespace():  # it would end with the step
@@ -56,7 +56,7 @@ def ensure_tmpfs_holder(
             with daemon.start_daemon(
                 RAM_HOLDER_SPEC, f"holder job={directory.name}", live
             ) as channel:
-                channel.await_ready(daemon.START, "job-dir")
+                channel.wait_until_ready(daemon.START, "job-dir")
         elif lock.is_free(held):
             raise Declined("job-dir", "its files in memory are gone: who held them was killed")
     return directory / "mount"
@@ -102,7 +102,7 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
     """
     end = job_disk.JobEndWatch.open(over, directory)
     listener = daemon.listen_for_clients(directory / "mount")
-    hook.begin(*end.fds, listener.fileno())
+    hook.release_hook(*end.fds, listener.fileno())
     mounts.enter_empty_namespace()
     Path(MOUNT).mkdir(mode=0o700)
     owner = f"mode=0700,uid={user.uid},gid={user.gid}"
@@ -119,4 +119,4 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
         if end.has_come():
             end.remove()
             return
-        guests.attend(LOOK)
+        guests.serve_for(LOOK)

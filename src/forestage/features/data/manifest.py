@@ -159,7 +159,7 @@ def scan_directory(
     bound = _ScanLimits(path, max_files, user)
 
     def look(todo: _ScanTask) -> list[_ScanTask]:
-        if end is not None and not end.left():  # a source that hangs never comes here
+        if end is not None and not end.seconds_left():  # a source that hangs never comes here
             raise make_too_slow_error(path, f"more than {bound.files} files")
         try:
             files, more = _run_scan_task(root, todo, disk, user, bound)

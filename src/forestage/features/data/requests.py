@@ -76,7 +76,7 @@ def show_job_data(node: Node, job: Job, limit: HookDeadlines, refusal: Declined 
     noted = data_view.read_job_data(node.leases, job.id, job.user.uid)
     hang: Declined | None = None
     try:
-        disk_probe.check_writable(node.places, node.cache, limit.end.left())
+        disk_probe.check_writable(node.places, node.cache, limit.end.seconds_left())
     except Declined as error:  # what is mounted from such a disk would hang the tasks
         hang = error
     own, lines, outcomes = _find_own_dir(node, job, noted, hang)
@@ -170,7 +170,7 @@ def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
             return file.read(LONGEST_LIST + 1), []
 
     try:
-        text = as_user.run_in_child(work, bytes, min(READ_TIMEOUT, end.left()))[0]
+        text = as_user.run_in_child(work, bytes, min(READ_TIMEOUT, end.seconds_left()))[0]
     except OSError as error:
         raise source_image.declined_by_open_error(error, path, job.user) from None
     if len(text) > LONGEST_LIST:
@@ -180,7 +180,7 @@ def _read_stage_list(job: Job, end: Deadline) -> tuple[Request, ...]:
     except ValueError as error:
         raise Declined("bad-hint", f"stage-list: {path} {error}") from None
     problems: list[str] = []
-    listed = hints.parse_requests(paths, job.rank, problems)
+    listed = hints.parse_requests(paths, job.node_index, problems)
     data = tuple(dict.fromkeys(request for request in listed if request.is_data))
     if len(data) < len(set(listed)):
         problems.append("it names images, which belong into stage=")
@@ -217,7 +217,7 @@ def _record_wanted(node: Node, job: Job, end: Deadline, wanted: JobData) -> None
 
     Raises Failed, OSError.
     """
-    leases.save_job_notes(node, job, end.left(), to_steps=True, data=wanted)
+    leases.save_job_notes(node, job, end.seconds_left(), to_steps=True, data=wanted)
     (node.leases.directory / f"{job.id}.data").touch(0o600)  # the row's mark
 
 
@@ -231,7 +231,7 @@ def _make_own_dir(
 
     try:
         # An Epilog that could not do its work has left those of an earlier run of the job.
-        for left in (node.leases.directory_record(job.id), node.leases.over(job.id)):
+        for left in (node.leases.directory_record_file(job.id), node.leases.over_mark(job.id)):
             left.unlink(missing_ok=True)
         job_dir.make_job_dir(node, job, noted.room, noted.ram, limit.end)
     except (ForestageError, OSError) as error:
@@ -298,9 +298,9 @@ def _check_possible(node: Node, job: Job, refusal: Declined | None, limit: HookD
         raise Declined("disabled", "`data.enabled: false`")
     if node.config.redirect != "spank":
         raise Declined("no-companion", "data shows in steps only through forestage's SPANK plugin")
-    disk_probe.check_writable(node.places, node.cache, limit.end.left())
+    disk_probe.check_writable(node.places, node.cache, limit.end.seconds_left())
     node.cache.prepare(node.config.require_mount)
-    node.cache.note_instance()
+    node.cache.mark_in_use()
 
 
 def _record_refusal(node: Node, job: Job, why: Exception, end: Deadline) -> None:

@@ -159,7 +159,7 @@ def delete_stale_scans(cache: Cache, leases: LeaseDirectory) -> None:
     """Deletes what was found for jobs that have no lease. Raises Failed, OSError."""
     # A Prolog notes its lease first.
     with lock.held(cache.space_lock, lock.SPACE_TIMEOUT):
-        jobs = set(map(str, leases.jobs()))
+        jobs = set(map(str, leases.list_jobs()))
         with contextlib.suppress(FileNotFoundError):
             for directory in cache.looks.iterdir():
                 if directory.name not in jobs:
@@ -191,17 +191,17 @@ def _wait_for_notice(
 
     Waits up to `until` for a look that has begun, `not_yet` seconds for one that has not.
     """
-    begun_by = Deadline.after(min(not_yet, until.left()), node.clock)
+    begun_by = Deadline.after(min(not_yet, until.seconds_left()), node.clock)
     pause = FIRST_PAUSE
     with contextlib.suppress(PeerError, msgspec.MsgspecError):
-        while until.left():
-            said = first.ask(stop=lambda: not until.left())
+        while until.seconds_left():
+            said = first.ask(stop=lambda: not until.seconds_left())
             look = msgspec.json.decode(said, type=ScanNotice) if said else None
             if look is not None and look.state != "looking":
                 return look if look.state == "looked" else None
-            if look is None and not begun_by.left():
+            if look is None and not begun_by.seconds_left():
                 return None
-            node.clock.sleep(min(pause, until.left()))
+            node.clock.sleep(min(pause, until.seconds_left()))
             pause = min(LONGEST_PAUSE, pause * 1.5)
     return None
 
@@ -355,7 +355,7 @@ def _scan_as_step(node: Node, job: Job, path: str, until: Deadline) -> ScanNotic
     file = node.cache.locks / f"look-{name}.lock"
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(lock.held(file, until.left()))
+            held.enter_context(lock.held(file, until.seconds_left()))
         except lock.LockTimeout:
             raise Declined("deadline", f"another step still looks at {path}") from None
         except OSError:  # of a disk that is read-only by now: who cannot share looks alone
@@ -380,7 +380,7 @@ class _LastScan(msgspec.Struct, frozen=True):
 
 
 def _scan_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
-    began, timeout = node.clock.wall(), until.left()
+    began, timeout = node.clock.wall(), until.seconds_left()
     # The look ends itself a moment before: then its reason is known.
     end = Deadline.after(timeout * 0.9, node.clock)
 

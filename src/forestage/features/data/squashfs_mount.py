@@ -93,10 +93,12 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
         if found is not None and staged.through is not None:
             content.through = staged.through
         elif found is not None and is_here:
-            content.entry = node.cache.image(found.key)
+            content.entry = node.cache.image_path(found.key)
         else:
             found, content.line = _open_as_user(node, job, request.path, end)
-        name = squashfs_server.start_server(node.places.served, job, found.identity.inode, content)
+        name = squashfs_server.start_server(
+            node.places.served_sockets, job, found.identity.inode, content
+        )
     outcome = msgspec.structs.replace(
         staged.outcome,
         request=make_printable(f"{request.path}@{request.at}"),
@@ -112,7 +114,7 @@ def _open_as_user(
     known = origins.read_known_caches(node.cache)
     try:
         facts, line = opening.open_as_user(
-            path, job.user, ("/",), known, min(opening.HOOK_TIMEOUT, end.left())
+            path, job.user, ("/",), known, min(opening.HOOK_TIMEOUT, end.seconds_left())
         )
     except OSError as error:
         raise declined_by_open_error(error, path, job.user) from None
@@ -151,13 +153,15 @@ def _resolve_mount_point(node: Node, job: Job, at: str, end: Deadline) -> JobMou
 
     check_mount_allowed(os.path.normpath(at), ())
     try:
-        seen = as_user.run_in_child(look, _MountPointFacts, min(INSPECT_TIMEOUT, end.left()))[0]
+        seen = as_user.run_in_child(
+            look, _MountPointFacts, min(INSPECT_TIMEOUT, end.seconds_left())
+        )[0]
     except OSError as error:
         raise Declined(
             "no-mount", f"{make_printable(at)}: {os.strerror(error.errno or 0)}"
         ) from None
     path, above = os.fsdecode(seen.path), tuple(map(os.fsdecode, seen.roots))
-    check_mount_allowed(path, (*map(os.fsdecode, seen.needed), node.cache.real))
+    check_mount_allowed(path, (*map(os.fsdecode, seen.needed), node.cache.real_root))
     root = _find_mount_root(path, above)
     if seen.inode:
         if not (seen.theirs or root):

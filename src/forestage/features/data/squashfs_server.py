@@ -86,7 +86,7 @@ def start_server(folder: Path, job: Job, inode: int, content: SquashfsSource) ->
 
     def work(hook: StartChannel) -> None:
         """The whole life of the process."""
-        hook.begin(*((content.line.fileno(),) if content.line is not None else ()))
+        hook.release_hook(*((content.line.fileno(),) if content.line is not None else ()))
         served = folder / f"{name}{os.getpid()}"
         held = Path(f"{served}.lock")
         with lock.held(held, PROBED):
@@ -95,7 +95,7 @@ def start_server(folder: Path, job: Job, inode: int, content: SquashfsSource) ->
 
     about = f"mounted job={job.id} step={job.step}"
     with daemon.start_daemon(SERVER_SPEC, about, work) as channel:
-        channel.await_ready(BEGIN, "no-mount")
+        channel.wait_until_ready(BEGIN, "no-mount")
     return folder / f"{name}{channel.pid}"
 
 
@@ -195,7 +195,7 @@ class _SquashfsServer:
         ready: set[int] = set()
         try:
             while not ready & {self.manager, self.ended}:
-                ready = self.guests.attend(None, self.manager, self.ended, self.words_of)
+                ready = self.guests.serve_for(None, self.manager, self.ended, self.words_of)
                 if self.words_of in ready:
                     self._listen(0)
         finally:

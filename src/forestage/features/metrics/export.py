@@ -123,7 +123,7 @@ def _load_record(file: Path) -> TallyRecord:
 def has_textfile_directory(places: NodePaths) -> bool:
     """Whether node exporter's directory is there. Raises OSError."""
     try:
-        path = load_config(places.etc).of_node.metrics.textfile
+        path = load_config(places.etc).node_config.metrics.textfile
     except ConfigError:
         path = textfile.find_last_textfile(places)
     return path is not None and (places.root / path.lstrip("/")).parent.is_dir()
@@ -140,7 +140,7 @@ def write_metrics(
     """
     config, wrong = None, None
     try:
-        config = load_config(places.etc).of_node
+        config = load_config(places.etc).node_config
         config = resolve_auto_redirect(config, sites.read_node_companion_state(places, conf).state)
     except ConfigError as error:
         wrong = error
@@ -149,7 +149,7 @@ def write_metrics(
         if config is not None:
             # The cache's disk may be what is wrong; then the rest is wanted all the more.
             with contextlib.suppress(OSError, ForestageError):
-                status = node_status.read_node_status(Node.of(config, places, clock), conf)
+                status = node_status.read_node_status(Node.from_config(config, places, clock), conf)
         off = bool(switch.find_off_reason(places, config or Config(), clock.wall()))
         since = disk_errors.read_state(places).since
         swept = read_last_sweep_time(places)
@@ -181,7 +181,7 @@ def _list_parts(facts: MetricsFacts) -> tuple[MetricsPart, ...]:
 def read_last_sweep_time(places: NodePaths) -> float:
     """When it was, in seconds since the epoch; 0 if none was since the node booted."""
     try:
-        return places.called("sweep").stat().st_mtime
+        return places.hook_call_mark("sweep").stat().st_mtime
     except OSError:
         return 0.0
 

@@ -37,13 +37,13 @@ class NodeAddresses:
 
     def of(self, node: str) -> ServiceAddress:
         """Return where the other nodes find `node`."""
-        named = self._peering.of(node)
+        named = self._peering.node_address(node)
         listed = self._listed.get(node, "")
         if not listed or listed == named.host:
             return named
         if named.host == node:  # the default: NodeAddr is what slurmd is found by
             named, listed = ServiceAddress(listed, named.port), node
-        return msgspec.structs.replace(named, otherwise=listed)
+        return msgspec.structs.replace(named, fallback_host=listed)
 
 
 def load_addresses(peering: PeersSection, places: NodePaths) -> NodeAddresses:

@@ -107,7 +107,7 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
         said = msgspec.json.encode(_MungePayload(PROTOCOL, key, secret.hex()))
         ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
         if ran.code:
-            raise PeerError(ran.explained(), "is munged running?")
+            raise PeerError(ran.format_ending(), "is munged running?")
         return Credential(ran.out.strip(), secret)
 
     def read(self, text: str) -> VerifiedClaim:
@@ -127,7 +127,7 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
         """Who made a credential, and what is in it."""
         ran = self._run(text.encode(), "unmunge", "--numeric", "--keys=UID")
         if ran.code:
-            raise BadCredential(ran.explained())
+            raise BadCredential(ran.format_ending())
         facts, _, payload = ran.out.partition("\n\n")
         name, _, uid = facts.partition(":")
         if name.strip() != "UID" or not uid.strip().isdigit():

@@ -44,7 +44,7 @@ _EACH_READS = (
 def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     """Prove this node to itself, look who listens, and resolve names of other nodes."""
     yield "the peer service and the names of nodes"
-    target, config = facts.target, facts.settings.of_node
+    target, config = facts.target, facts.settings.node_config
     conf = None if facts.site is None else facts.site.conf
     if target.is_root:  # others read neither the key nor the service's sign
         yield from _find_peer_problems(facts.files, target.places, config, conf, target.clock)
@@ -113,7 +113,7 @@ def _find_service_problems(
             "forestage enable --yes, on each node (or peers.enabled: false)",
         )
         return
-    tables = [files.text(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    tables = [files.read_text_or_none(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     known = [table for table in tables if table is not None]
     listening = [address for table in known for address in _list_listeners(table, port)]
     if known and not listening:
@@ -123,7 +123,7 @@ def _find_service_problems(
             f"no process listens on port {port}: the peer service does not run",
             _EACH_READS,
             f"journalctl -u {PEER_SERVICE} says why; systemctl restart {PEER_SERVICE}"
-            if files.mode("/run/systemd/system") is not None
+            if files.find_mode("/run/systemd/system") is not None
             else "slurm.conf: HealthCheckProgram=/usr/lib/forestage/bin/forestage-health starts it",
         )
     elif known and not is_served:
@@ -199,7 +199,7 @@ def _format_some_names(names: Sequence[str]) -> str:
 
 
 def _has_address(address: ServiceAddress) -> bool:
-    tried = (address.host, address.otherwise)
+    tried = (address.host, address.fallback_host)
     return any(is_resolvable(name) for name in tried if name)
 
 

@@ -20,7 +20,7 @@ def peer(world: "CommandContext", node: str | None) -> None:
     from forestage.features.peers import server
     from forestage.slurm.slurm_client import SlurmClient
 
-    slurm = SlurmClient.of(os.environ)
+    slurm = SlurmClient.from_environ(os.environ)
     server.run_service(world.node(), node or slurm.node, slurm)
 
 

@@ -157,14 +157,14 @@ _unresolved_hosts: set[str] = set()
 
 def _connect_with_fallback(address: ServiceAddress, limit: ResponseDeadline) -> _BoundedSocket:
     """Raises PeerRequestError where it is not wanted or late, OSError where nobody is reached."""
-    if not address.otherwise:
+    if not address.fallback_host:
         return _connect_to_host(address.host, address.port, limit, 2 * CONNECT_TIMEOUT)
     if address.host not in _unresolved_hosts:
         try:
             return _connect_to_host(address.host, address.port, limit, CONNECT_TIMEOUT)
         except _ResolveError:
             _unresolved_hosts.add(address.host)
-    return _connect_to_host(address.otherwise, address.port, limit, 2 * CONNECT_TIMEOUT)
+    return _connect_to_host(address.fallback_host, address.port, limit, 2 * CONNECT_TIMEOUT)
 
 
 def _connect_to_host(

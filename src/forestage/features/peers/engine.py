@@ -72,6 +72,6 @@ def uploaded(task: CopyTask) -> int:
     It writes them once a second.
     """
     with contextlib.suppress(OSError):  # only a figure
-        given = upload_counts.find_upload_counts(task.node.places.peer)
+        given = upload_counts.find_upload_counts(task.node.places.peer_counts)
         return given.of(task.key) if given else 0
     return 0

@@ -50,7 +50,7 @@ def open_service_sockets(
     while True:
         tried = []
         for host in hosts:
-            if (where := _find_listen_host(host, config.of(node).host == node)) is None:
+            if (where := _find_listen_host(host, config.node_address(node).host == node)) is None:
                 tried.append(host)
                 continue
             with contextlib.suppress(_AddressNotHere):
@@ -68,7 +68,7 @@ def list_own_hosts(
     config: PeersSection, places: NodePaths, node: str, slurm: SlurmClient
 ) -> Iterator[str]:
     """Return where other nodes find this one, the surest first; slurmctld is asked last."""
-    named = config.of(node).host
+    named = config.node_address(node).host
     if named != node:
         yield named
         return
@@ -124,7 +124,7 @@ def open_sockets_at(config: PeersSection, node: str, where: str) -> list[socket.
     The port is the one that other nodes use for this node, so that several services on one host can
     differ.
     """
-    port = config.of(node).port
+    port = config.node_address(node).port
     device = where if where in {name for _, name in socket.if_nameindex()} else ""
     host = None if device or not where else where
     try:

@@ -115,7 +115,7 @@ def has_source_failed(cache: Cache, key: str) -> bool:
     still expects the chunk from this node would ask as fast as it answers.
     """
     part = cache.part(key)
-    owner = part.owner()
+    owner = part.find_record()
     return part.source_failed.exists() or (owner is not None and not _is_being_copied(cache, key))
 
 
@@ -135,14 +135,14 @@ def parse_chunk_set(digests: bytes) -> int:
 
 
 def _locate_in_entry(cache: Cache, key: str, number: int) -> ChunkState | None:
-    entry = cache.read(key)
+    entry = cache.find_entry_by_key(key)
     if entry is None or not entry.chunk:
         return None
     return _locate_in_directory(cache.entry_dir(key), number, entry.identity.size, entry.chunk)
 
 
 def _locate_in_part(cache: Cache, key: str, number: int) -> ChunkState | None:
-    owner = cache.part(key).owner()
+    owner = cache.part(key).find_record()
     if owner is None:
         return _locate_while_publishing(cache, key, number)
     # What another boot wrote may have reached the map and not the disk.

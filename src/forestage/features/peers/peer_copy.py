@@ -106,7 +106,7 @@ class PeerCopy(ChunkCopy):
         self.turn = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
         self.unreadable: SourceUnreadable | None = None
-        missing = [number for number in self.todo if number in self.known.read]
+        missing = [number for number in self.todo if number in self.known.to_read]
         self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
         self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
         self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there
@@ -136,7 +136,7 @@ class PeerCopy(ChunkCopy):
     def _bring_own(self) -> None:
         """Brings what no other node is asked for: of a directory, what the kernel will parse."""
         buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
-        for number in range(chunk_count(self.source.own, self.tuning.chunk)):
+        for number in range(chunk_count(self.source.local_bytes, self.tuning.chunk)):
             if number in self.todo:
                 del self.todo[number]
                 self.note(number, self.take(number, buffer, self.write))
@@ -152,7 +152,7 @@ class PeerCopy(ChunkCopy):
         super().close()
         self.origins.write(self.schedule.done and self.compares and bool(self.samples))
         if self.schedule.done:  # a part that is to be resumed keeps both files
-            self.part.forget_peers()
+            self.part.delete_peer_notes()
 
     def bytes_by(self) -> Mapping[str, int]:
         """How many bytes each peer gave."""
@@ -199,7 +199,9 @@ class PeerCopy(ChunkCopy):
                 now = time.monotonic()
                 self._begin_greetings(now)
                 if self.readers is not None:
-                    self.schedule.want(self.readers.wanted((NOW,)), self.readers.wanted((SOON,)))
+                    self.schedule.want(
+                        self.readers.list_wanted((NOW,)), self.readers.list_wanted((SOON,))
+                    )
                 ask = next_ask(now)
                 if ask is not None:
                     self.chunk_locks.setdefault(ask.number, threading.Lock())

@@ -25,12 +25,12 @@ class ProvenNode(msgspec.Struct, frozen=True):
 def find_proven_node(places: NodePaths) -> ProvenNode | None:
     """Return the node that was proven last since the boot, None if none was."""
     with contextlib.suppress(OSError):
-        return records.find(places.proven, ProvenNode)
+        return records.find(places.proven_node, ProvenNode)
     return None
 
 
 def record_proven_node(places: NodePaths, node: str, at: float) -> None:
     """Note that this node and the other one have the same key. What cannot be noted is not."""
     with contextlib.suppress(OSError):
-        folders.ensure_directory(places.proven.parent, folders.PASSABLE)
-        records.write(places.proven, msgspec.json.encode(ProvenNode(node, at)))
+        folders.ensure_directory(places.proven_node.parent, folders.PASSABLE)
+        records.write(places.proven_node, msgspec.json.encode(ProvenNode(node, at)))

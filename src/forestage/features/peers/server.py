@@ -535,7 +535,7 @@ def run_service(node: Node, name: str, slurm: SlurmClient) -> None:
         log.write_log_line(f"peer serves nobody: {none}", by_slurm=False)
         return
     auth.check_authenticator(prover)
-    counters = UploadCountWriter(node.places.peer, node.clock.wall())
+    counters = UploadCountWriter(node.places.peer_counts, node.clock.wall())
     service = PeerService(node, prover, counters, name)
     _raise_open_file_limit(OPEN_FILES)
     sockets = listen_sockets.open_service_sockets(peers, node.places, name, slurm)

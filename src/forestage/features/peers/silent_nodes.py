@@ -26,13 +26,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 def is_silent(places: NodePaths, node: str, now: float) -> bool:
     """Return whether the node gave no answer a short while ago; `now` is monotonic."""
-    return bool(_NAME.fullmatch(node)) and _is_recent(places.unanswered / node, now)
+    return bool(_NAME.fullmatch(node)) and _is_recent(places.silent_nodes / node, now)
 
 
 def list_silent_nodes(places: NodePaths, now: float) -> frozenset[str]:
     """Return the nodes that gave no answer a short while ago; `now` is monotonic."""
     with contextlib.suppress(OSError):
-        noted = list(places.unanswered.iterdir())
+        noted = list(places.silent_nodes.iterdir())
         return frozenset(file.name for file in noted if _is_recent(file, now))
     return frozenset()
 
@@ -42,8 +42,8 @@ def record_silence(places: NodePaths, node: str, now: float) -> None:
     if not _NAME.fullmatch(node):
         return
     with contextlib.suppress(OSError):
-        folders.ensure_directory_with_mode(places.unanswered)
-        others = [file for file in places.unanswered.iterdir() if file.name != node]
+        folders.ensure_directory_with_mode(places.silent_nodes)
+        others = [file for file in places.silent_nodes.iterdir() if file.name != node]
         if len(others) >= MAX_NODES:
             old = [file for file in others if not _is_recent(file, now)]
             for file in old:
@@ -51,7 +51,7 @@ def record_silence(places: NodePaths, node: str, now: float) -> None:
             if len(others) - len(old) >= MAX_NODES:
                 return
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open_descriptor(places.unanswered / node, flags, 0o600) as fd:
+        with open_descriptor(places.silent_nodes / node, flags, 0o600) as fd:
             os.write(fd, f"{now!r}\n".encode())
 
 
@@ -59,7 +59,7 @@ def delete_silence(places: NodePaths, node: str) -> None:
     """Note that the node answered: what was noted before counts no more."""
     if _NAME.fullmatch(node):
         with contextlib.suppress(OSError):
-            (places.unanswered / node).unlink(missing_ok=True)
+            (places.silent_nodes / node).unlink(missing_ok=True)
 
 
 def _is_recent(file: Path, now: float) -> bool:

@@ -20,7 +20,7 @@ def read_status(facts: "StatusFacts") -> StatusPart:
     Proven is the node that has shown last that it has the same key, "" if none has.
     """
     served, proof = (
-        upload_counts.find_upload_counts(facts.node.places.peer),
+        upload_counts.find_upload_counts(facts.node.places.peer_counts),
         proven_node.find_proven_node(facts.node.places),
     )
     name = proof.node if proof else ""
@@ -30,7 +30,7 @@ def read_status(facts: "StatusFacts") -> StatusPart:
 
 def read_sent(places: NodePaths) -> Mapping[str, int]:
     """Return the bytes of each key that went to other nodes, as far as that is known."""
-    served = upload_counts.find_upload_counts(places.peer)
+    served = upload_counts.find_upload_counts(places.peer_counts)
     return served.keys if served else {}
 
 

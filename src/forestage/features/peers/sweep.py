@@ -29,7 +29,7 @@ def with_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     for key in keys:
         # A copy under way heeds it yet.
         if (key in evicted or key not in found) and lock.is_free(node.cache.key_lock(key)):
-            (node.places.wrong / key).unlink(missing_ok=True)
+            (node.places.wrong_bytes_notes / key).unlink(missing_ok=True)
     return {"evicted": evicted}
 
 

@@ -52,11 +52,11 @@ def has_wrong_chunks(places: NodePaths, cache: Cache, key: str, me: str) -> bool
 
 def record_notice(places: NodePaths, key: str, reader: str) -> None:
     """Notes that these chunks are wrong. Raises OSError."""
-    folders.ensure_directory_with_mode(places.wrong)
-    file = places.wrong / key
+    folders.ensure_directory_with_mode(places.wrong_bytes_notes)
+    file = places.wrong_bytes_notes / key
     before = read_wrong_readers(places, key)
     many = len(before) >= MAX_READERS or (
-        not before and len(list(places.wrong.iterdir())) >= MAX_KEYS
+        not before and len(list(places.wrong_bytes_notes.iterdir())) >= MAX_KEYS
     )
     if reader not in before and not many:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -67,14 +67,14 @@ def record_notice(places: NodePaths, key: str, reader: str) -> None:
 def read_wrong_readers(places: NodePaths, key: str) -> frozenset[str]:
     """Whose chunks of the key are wrong. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        return frozenset(files.read_file(places.wrong / key).decode().split())
+        return frozenset(files.read_file(places.wrong_bytes_notes / key).decode().split())
     return frozenset()
 
 
 def list_keys_with_notices(places: NodePaths) -> Iterator[str]:
     """The keys of which something is wrong here. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        yield from sorted(file.name for file in places.wrong.iterdir())
+        yield from sorted(file.name for file in places.wrong_bytes_notes.iterdir())
 
 
 def send_notices(

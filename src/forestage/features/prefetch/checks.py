@@ -32,7 +32,7 @@ _HOST = "No node knows what is expected: nothing is copied before a job starts"
 
 def findings(facts: CheckFacts) -> Iterator[CheckFinding | str]:
     """What is found, and before what may take its time, what that is."""
-    config, target = facts.settings.of_node, facts.target
+    config, target = facts.settings.node_config, facts.target
     places, slurm, clock = target.places, target.slurm, target.clock
     host = prefetch_host.find_host(config)
     if host is None:

@@ -117,7 +117,9 @@ def _explain_idle(node: Node, slurm: SlurmClient) -> str:
 def has_jobs(node: Node, slurm: SlurmClient) -> bool:
     """Whether jobs run here, as far as that can be seen without asking Slurm."""
     return (
-        copy_queue.has_job_begun_recently(node) or bool(node.leases.jobs()) or bool(slurm.at_work())
+        copy_queue.has_job_begun_recently(node)
+        or bool(node.leases.list_jobs())
+        or bool(slurm.list_jobs_with_steps())
     )
 
 
@@ -189,8 +191,8 @@ class _NodePassRun:
 
         If so, they count as used when they were made, else as never used: the first to go.
         """
-        wanted, leased = self.wanted(), self.node.leases.keys()
-        for one in self.node.cache.stored_entries():
+        wanted, leased = self.wanted(), self.node.leases.leased_keys()
+        for one in self.node.cache.list_entries():
             if one.entry is None:
                 continue
             if not one.is_unused or one.key in leased:
@@ -199,7 +201,7 @@ class _NodePassRun:
             used = one.entry.created if one.key in wanted else 0.0
             if bool(used) != bool(one.used) and not self.dry_run:
                 with contextlib.suppress(FileNotFoundError):  # evicted this moment
-                    self.node.cache.touch(one.key, used)
+                    self.node.cache.record_use(one.key, used)
 
     def settle(self) -> None:
         """Notes how copies ended that earlier passes began: nobody has waited for them."""
@@ -260,15 +262,15 @@ class _NodePassRun:
     def room(self) -> tuple[dict[str, HeldCopy], int]:
         """What is here, copies under way included, and the room for all of it in bytes."""
         cache = self.node.cache
-        stored = cache.stored_entries()
-        leased = self.node.leases.keys()
+        stored = cache.list_entries()
+        leased = self.node.leases.leased_keys()
         found: dict[str, HeldCopy] = {}
         for one in stored:
             in_use = one.key in leased
             new, stays = one.is_unused and not in_use, one.pinned or in_use
             found[one.key] = HeldCopy(one.bytes, one.used, one.user or 0, new, stays)
         for copy in copy_queue.list_live_copies(self.node):
-            size = cache.part(copy.key).allocated()
+            size = cache.part(copy.key).allocated_bytes()
             found[copy.key] = HeldCopy(size, self.now, copy.uid, copy.expected, stays=True)
         # Above the low watermark, the Epilog would evict it again.
         return found, evict.measure_space(cache, stored, self.node.config).low
@@ -277,9 +279,9 @@ class _NodePassRun:
         """Begins to copy one image."""
         found = self._opened(image)
         assert found is not None
-        node = self.node.configured(bandwidth=_limit_bandwidth(self.node))
+        node = self.node.with_config(bandwidth=_limit_bandwidth(self.node))
         job = stage_images.make_placeholder_job(read_user(found.user), self.slurm.node)
-        job = msgspec.structs.replace(job, expected=found.since, stay=stay)
+        job = msgspec.structs.replace(job, expected=found.since, keys_to_keep=stay)
         # To the millisecond, as the event has it that tells the end.
         begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
         self._keep(self.marks.with_look(begun))
@@ -333,7 +335,7 @@ def _read_copy_ends(node: Node, begun: Mapping[str, ImageInspection]) -> dict[st
 
 def _list_entries(node: Node) -> list[StoredEntry]:
     with contextlib.suppress(OSError):  # no cache is mounted
-        return node.cache.stored_entries()
+        return node.cache.list_entries()
     return []
 
 

@@ -121,7 +121,7 @@ def list_named_images(comment: str, admin_comment: str) -> tuple[str, ...]:
     if hints.off:
         return ()
     found = (
-        *(one.path for one in hints.wanted if one.kind == "image"),
+        *(one.path for one in hints.requests if one.kind == "image"),
         *parse_admin_comment(admin_comment),
     )
     return tuple(one for one in dict.fromkeys(found) if is_image_path(one))

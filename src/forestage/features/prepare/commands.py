@@ -86,7 +86,7 @@ def warm(
 
     if len(images) > work.MAX_IMAGES:
         raise click.UsageError(f"a job can name {work.MAX_IMAGES} images, not {len(images)}")
-    slurm = SlurmClient.of(os.environ)
+    slurm = SlurmClient.from_environ(os.environ)
     if nodes is not None:
         try:
             where = work.expand_nodes(nodes)

@@ -109,7 +109,7 @@ def _result_without_event(node: Node, one: ImageResult) -> ImageResult:
     """The result of a copy that ended without an event: whether its entry is there."""
     if one.result != "copying":
         return one
-    if node.cache.image(one.key).exists():
+    if node.cache.image_path(one.key).exists():
         return msgspec.structs.replace(one, result="copied")
     detail = "its copy was stopped or killed before it was done"
     return msgspec.structs.replace(one, result="failed", reason="copy", detail=detail)

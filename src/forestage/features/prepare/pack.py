@@ -86,7 +86,7 @@ def list_limit_options(root: Path) -> tuple[str, ...]:
 def _make_error(ran: ProcessResult) -> Failed:
     """Return the error for a program that made no image. Pure."""
     if ran.code != -signal.SIGKILL:
-        return Failed("program", ran.explained(), "nothing was packed")
+        return Failed("program", ran.format_ending(), "nothing was packed")
     return Failed(
         "program",
         f"{ran.argv[0]} was killed by signal 9: its memory may have run out",

@@ -92,7 +92,7 @@ def publish_image(
 
 def read_file_system_type(folder: Path, files: RootedTree) -> str:
     """The kind of file system that a directory lies on."""
-    under = files.under(os.path.realpath(folder))
+    under = files.find_mount(os.path.realpath(folder))
     return under.kind if under else "unknown"
 
 
@@ -138,7 +138,7 @@ def create_striped(part: Path, layout: StripeLayout) -> None:
     """Makes the empty file, on Lustre. Raises Failed, OSError."""
     ran = run.run_program(format_setstripe_command(layout, part), timeout=TIMEOUT)
     if ran.code != 0:
-        raise Failed("program", ran.explained(), "nothing was published")
+        raise Failed("program", ran.format_ending(), "nothing was published")
 
 
 def format_output(done: PublishResult) -> list[OutputBlock]:

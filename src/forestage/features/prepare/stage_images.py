@@ -75,7 +75,7 @@ def copy_images(
     end = Deadline.after(within, node.clock)
     done: list[ImageResult] = []
     while some := images[len(done) : len(done) + MAX_AT_ONCE]:
-        if end.left() == 0.0 and any(one.result == "copying" for one in done):
+        if end.seconds_left() == 0.0 and any(one.result == "copying" for one in done):
             late = "the time was over before its turn"
             done += [ImageResult(one, "declined", "deadline", late) for one in images[len(done) :]]
             break
@@ -127,7 +127,7 @@ def _wait_for_result(
         )
         with contextlib.suppress(FileNotFoundError):
             if not job.expected:  # nobody has used it yet
-                node.cache.touch(one.opened.image.key, node.clock.wall())
+                node.cache.record_use(one.opened.image.key, node.clock.wall())
         took = round(node.clock.monotonic() - one.since, 3)
         return ImageResult(one.image, came, wait=took, key=one.opened.image.key)
     except Declined as error:

@@ -162,12 +162,12 @@ def warm_nodes(
 
     `token` makes the jobs' name unique, so that an interrupt cancels these and no others.
     """
-    slurm.program("srun")
+    slurm.locate_command("srun")
     name, kill = f"forestage-warm-{token}", threading.Event()
 
     def ask(node: str) -> WarmNodeResult:
         began = clock.monotonic()
-        ran = slurm.command(format_srun_command(order, node, name), kill)
+        ran = slurm.run_command(format_srun_command(order, node, name), kill)
         return parse_node_result(node, ran, clock.monotonic() - began)
 
     answers: dict[str, WarmNodeResult] = {}

@@ -54,7 +54,7 @@ def read_results(
 ) -> tuple[ImageResult, ...]:
     """What this user may know; what is wrong with the node is an answer, too."""
     try:
-        node = Node.of(load_config(places.etc).config, places, clock)
+        node = Node.from_config(load_config(places.etc).config, places, clock)
         how_far: dict[str, int] = {}
         log: list[EventRecord] = []
 

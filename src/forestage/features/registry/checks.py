@@ -55,7 +55,7 @@ def _find_importer_problems(
     files: RootedTree, pyxis: StackPlugin, config: Config, origin: str
 ) -> Iterator[CheckFinding]:
     """`origin` is the file that sets `registry:`. Nothing where the admin uses another importer."""
-    program = pyxis.line.argument("importer")
+    program = pyxis.line.find_argument("importer")
     store = config.registry.store
     if not config.registry.enabled or (program and not is_own_importer(program)):
         return
@@ -63,7 +63,7 @@ def _find_importer_problems(
         if store is not None:
             yield _make_not_asked_finding(files, pyxis)
         return
-    if not files.runs(program):
+    if not files.is_executable(program):
         yield CheckFinding(
             "importer-missing",
             "critical",
@@ -71,7 +71,7 @@ def _find_importer_problems(
             "Each step with an image of a registry fails",
             f"install forestage's package, or {pyxis.line.where}: importer={IMPORTER}",
         )
-    if not files.program("enroot"):
+    if not files.find_program("enroot"):
         yield CheckFinding(
             "enroot-missing",
             "critical",
@@ -97,7 +97,7 @@ def _find_importer_problems(
 
 def _make_not_asked_finding(files: RootedTree, pyxis: StackPlugin) -> CheckFinding:
     words = " ".join(("required", pyxis.line.path, *pyxis.line.arguments))
-    if IMPORTER_OPTION not in (files.data(pyxis.path) or b""):
+    if IMPORTER_OPTION not in (files.read_bytes_or_none(pyxis.path) or b""):
         change = "install pyxis 0.21 or later"
     else:
         change = f"{pyxis.line.where}: {words} importer={IMPORTER}"
@@ -113,7 +113,7 @@ def _make_not_asked_finding(files: RootedTree, pyxis: StackPlugin) -> CheckFindi
 def _make_no_store_finding(files: RootedTree, config: Config, origin: str) -> CheckFinding:
     shared = [
         source
-        for source in map(files.real, config.sources)
+        for source in map(files.resolve_path, config.sources)
         if not _is_on_cache_disk(files, source, config.cache)
         and not _is_on_cache_disk(files, source, "/")
     ]
@@ -133,21 +133,21 @@ def _make_no_store_finding(files: RootedTree, config: Config, origin: str) -> Ch
 
 def _is_on_cache_disk(files: RootedTree, path: str, cache: str) -> bool:
     """Whether a path lies, or would lie, on the cache's file system."""
-    here, there = (files.under(files.real(one)) for one in (path, cache))
+    here, there = (files.find_mount(files.resolve_path(one)) for one in (path, cache))
     return here is not None and there is not None and here.device == there.device
 
 
 def _find_enroot_problems(files: RootedTree) -> Iterator[CheckFinding]:
     """Whether it starts, and imports what is meant."""
-    program = files.program("enroot")
+    program = files.find_program("enroot")
     try:
         ran = run.run_program(
-            [str(files.at(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"}
+            [str(files.host_path(program)), "version"], timeout=TIMEOUT, variables={"HOME": "/"}
         )
     except (Failed, OSError) as error:
         wrong = str(error)
     else:
-        wrong = ran.explained() if ran.code else ""
+        wrong = ran.format_ending() if ran.code else ""
     if wrong:
         yield CheckFinding(
             "enroot-fails",
@@ -182,7 +182,7 @@ def _find_store_problems(
     found: StoreTrial | None = None
     try:
         found = as_user.run_in_child(
-            lambda: (_try_store(files.at(store)), []), StoreTrial, TIMEOUT
+            lambda: (_try_store(files.host_path(store)), []), StoreTrial, TIMEOUT
         )[0]
     except as_user.ChildTimeout:
         yield CheckFinding(

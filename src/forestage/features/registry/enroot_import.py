@@ -89,7 +89,7 @@ class EnrootImport:
         poll.register(self._program.out, select.POLLIN)
         if poll.poll(timeout * 1000):
             self._read()
-        return self._program.code is None
+        return self._program.exit_code is None
 
     def kill(self, is_signalled: bool = False) -> None:
         """Ends it and all that it started, if this process is apart, or leads a session.
@@ -100,8 +100,8 @@ class EnrootImport:
         What enroot leaves all the same, as it was killed or took too long, goes afterwards.
         """
         end = Deadline.after(TIDY, self.clock)
-        grace = 0.0 if self._program.code == 0 else OWN_TIDY
-        is_signalled = is_signalled or self._program.code == -signal.SIGTERM
+        grace = 0.0 if self._program.exit_code == 0 else OWN_TIDY
+        is_signalled = is_signalled or self._program.exit_code == -signal.SIGTERM
         if self.is_apart:
             self._end_others(grace, is_signalled)
         elif os.getsid(0) == os.getpid():
@@ -116,7 +116,9 @@ class EnrootImport:
             pid_namespace.signal_other_processes(signal.SIGTERM)
         end = Deadline.after(grace, self.clock)
         # The first process counts until its `code` was asked for; the init reaps the others.
-        while end.left() and (self._program.code is None or pid_namespace.has_other_processes()):
+        while end.seconds_left() and (
+            self._program.exit_code is None or pid_namespace.has_other_processes()
+        ):
             self.clock.sleep(PAUSE)
         pid_namespace.signal_other_processes(signal.SIGKILL)
 
@@ -128,9 +130,9 @@ class EnrootImport:
     def must_have_succeeded(self) -> None:
         """Raises Declined: store-full, enroot-full, too-large, import-failed."""
         self._read()
-        if not self._program.code:
+        if not self._program.exit_code:
             return
-        raise classify_failure(self._program.code, self._last, self.stage, self._folders)
+        raise classify_failure(self._program.exit_code, self._last, self.stage, self._folders)
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -196,7 +198,7 @@ def _delete_folder(folder: str, variables: Mapping[str, str], end: Deadline) -> 
     # As common::rmall of enroot: an image has directories that its user may not write to.
     for argv in (REMOVE, ("chmod", "-f", "-R", "u+rwX", "--"), REMOVE):
         if os.path.lexists(folder):
-            run.run_as_current_user((*argv, folder), variables, end.left(), 1 << 16)
+            run.run_as_current_user((*argv, folder), variables, end.seconds_left(), 1 << 16)
 
 
 def _read_mksquashfs_version(settings: EnrootSettings) -> bytes:

@@ -143,7 +143,7 @@ def temporary_folder(variables: Mapping[str, str]) -> str:
 def _evaluate_enroot_conf(environ: Mapping[str, str], stop: Deadline, conf: str) -> dict[str, str]:
     """The environment with what enroot's configuration adds to it."""
     argv = ("bash", "--norc", "-c", _LOAD)
-    ran = run.run_as_current_user(argv, environ, stop.left(), MAX_BYTES, os.fsencode(conf))
+    ran = run.run_as_current_user(argv, environ, stop.seconds_left(), MAX_BYTES, os.fsencode(conf))
     if ran.cut:
         raise Declined("enroot", f"the evaluation of {conf} takes too long or never ends")
     if ran.code:
@@ -154,7 +154,7 @@ def _evaluate_enroot_conf(environ: Mapping[str, str], stop: Deadline, conf: str)
 
 
 def _read_enroot_version(variables: Mapping[str, str], stop: Deadline) -> tuple[int, int, int]:
-    ran = run.run_as_current_user(("enroot", "version"), variables, stop.left(), 1 << 16)
+    ran = run.run_as_current_user(("enroot", "version"), variables, stop.seconds_left(), 1 << 16)
     if ran.code:
         last = ran.err.decode(errors="replace").strip().rpartition("\n")[2]
         raise Declined("enroot", f"`enroot version` failed: {make_printable(last)}")

@@ -236,7 +236,7 @@ class _RegistryClient:
     def _echo(self, words: str) -> str:
         """What a shell makes of the words of a password; they are its script, not its argv."""
         script = f"echo {words}\n".encode(errors="surrogateescape")
-        variables, left = self._settings.variables, min(ECHO, self._deadline.left())
+        variables, left = self._settings.variables, min(ECHO, self._deadline.seconds_left())
         ran = run.run_as_current_user(("sh",), variables, left, credentials.LONGEST, script)
         if ran.cut:
             what = f"gets no login: {self._credentials()} takes too long, or says too much"
@@ -258,7 +258,7 @@ class _RegistryClient:
         clock = self._deadline.clock
         wanted = registry_replies.parse_retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)
-        if seconds > self._patience or seconds >= self._deadline.left():
+        if seconds > self._patience or seconds >= self._deadline.seconds_left():
             raise self.refused("registry-busy", "gets too many requests (429); try again later")
         self._patience -= seconds
         clock.sleep(seconds)
@@ -290,7 +290,7 @@ class _RegistryClient:
 
     def _ask(self, method: str, url: str, headers: Sequence[str], most: int) -> RegistryReply:
         """One request without any redirect."""
-        left = self._deadline.left()
+        left = self._deadline.seconds_left()
         if not left:
             raise self.refused("registry-silent", "did not answer in time")
         given = _format_curl_config(method, url, headers, self._settings, left)

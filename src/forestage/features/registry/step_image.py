@@ -107,7 +107,7 @@ def start_import_process(
     work = partial(_serve_step, node, job, asked, report, path, manager)
     # In the step's cgroups: what it starts is to end with the step.
     with daemon.start_daemon(DaemonSpec(PROCESS_NAME, None), about, work) as channel:
-        channel.await_ready(daemon.START, "helper")
+        channel.wait_until_ready(daemon.START, "helper")
     return "later", str(path)
 
 
@@ -123,7 +123,7 @@ def _serve_step(
     """All that is done for a step."""
     # After us the helper may stage what else the job names, within its own limit.
     first = FIRST_TASK_TIMEOUT + float(asked.timeout if is_number(asked.timeout) else 0)
-    hook.begin(asked.environment)
+    hook.release_hook(asked.environment)
     with WaitingTasks(path, first, manager) as tasks:
         hook.send(StartReport("ready"))
         hook.close()

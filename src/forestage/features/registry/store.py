@@ -178,7 +178,7 @@ class ImageStore:
             if try_create_file(path, msgspec.json.encode(meant)):
                 return digest
         known, end = self._meant(path, reference), Deadline.after(WRITE_TIMEOUT, self.clock)
-        while known is None and os.path.lexists(path) and end.left():
+        while known is None and os.path.lexists(path) and end.seconds_left():
             self.clock.sleep(0.02)
             known = self._meant(path, reference)
         return digest if known is None else known

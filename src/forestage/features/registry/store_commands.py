@@ -289,15 +289,15 @@ def collect_some_users(config: Config, places: NodePaths, clock: Clock) -> list[
     if config.registry.store is None:
         return []
     base, boot, now = Path(config.registry.store), boot_id(), clock.monotonic()
-    past = records.find(places.collected, StoreVisits)
+    past = records.find(places.store_check_mark, StoreVisits)
     if past is None or past.boot != boot:
         past = StoreVisits(boot, now - VISIT_INTERVAL, {})
     if now - past.at < VISIT_INTERVAL:
         return []
     # Before it is looked at: a store that hangs is not visited every ten minutes.
-    folders.ensure_directory_with_mode(places.collected.parent, folders.PASSABLE)
+    folders.ensure_directory_with_mode(places.store_check_mark.parent, folders.PASSABLE)
     past = StoreVisits(boot, now, past.sights)
-    records.write(places.collected, msgspec.json.encode(past))
+    records.write(places.store_check_mark, msgspec.json.encode(past))
 
     def look() -> as_user.ChildResult[list[int]]:
         uids = _list_uids(base)
@@ -323,7 +323,7 @@ def collect_some_users(config: Config, places: NodePaths, clock: Clock) -> list[
         elif visit is None and known is not None:
             sights[str(user.uid)] = known
     kept = dict(list(sights.items())[-REMEMBERED:])  # those met last are the last ones
-    records.write(places.collected, msgspec.json.encode(StoreVisits(boot, now, kept)))
+    records.write(places.store_check_mark, msgspec.json.encode(StoreVisits(boot, now, kept)))
     return _with_user_names(users, [visit.done if visit else None for visit in visits])
 
 

@@ -80,7 +80,7 @@ class WaitingTasks:
         self._look(fd, TURN)
 
     def _look(self, fd: int, seconds: float) -> None:
-        self.guests.attend(seconds, fd)
+        self.guests.serve_for(seconds, fd)
         if self.guests.connections:
             self.alone, self.limit, self.came = time.monotonic(), LAST, True
 
@@ -106,4 +106,4 @@ class WaitingTasks:
         try:
             task.send(line, socket.MSG_NOSIGNAL)
         except OSError:  # it has ended, or reads nothing
-            self.guests.drop(task)
+            self.guests.disconnect(task)

@@ -76,7 +76,7 @@ class RegistryWorker:
         if self._killed:  # its number may be another's by now
             return
         self._killed = True
-        self._program.hang_up()
+        self._program.close_stdin()
         self._program.wait(GRACE)
         self._program.kill()
         self._program.wait(GRACE)

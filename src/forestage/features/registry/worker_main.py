@@ -151,10 +151,10 @@ def _wait_for_digest(
             said = store.job_digest(job, task.text)
             if said is not None:
                 return said
-        if not task.jobs or not end.left():
+        if not task.jobs or not end.seconds_left():
             return None
         asker.must_wait()
-        clock.sleep(min(POLL, end.left()))
+        clock.sleep(min(POLL, end.seconds_left()))
 
 
 def _substitute_digest(task: ImportTask, store: ImageStore, refused: RegistryDeclined) -> str:

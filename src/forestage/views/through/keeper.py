@@ -65,7 +65,7 @@ def start_keeper(task: CopyTask, wait: bool = True) -> Path:
     check_keeper_allowed(spot, task.opened.user.uid)
     about = f"keeper image={events.quote_field(task.image.path)}"
     with daemon.start_daemon(KEEPER, about, partial(_run_keeper, task, spot)) as channel:
-        there = not wait or channel.await_ready(START, "no-through")
+        there = not wait or channel.wait_until_ready(START, "no-through")
     if not there and not _wait_until_listening(spot / "sock"):
         raise Declined("no-through", "another keeper of it does not answer")
     return spot / "sock"
@@ -113,7 +113,7 @@ def _wait_until_listening(path: Path) -> bool:
 def _run_keeper(task: CopyTask, spot: Path, hook: StartChannel) -> None:
     """The keeper's whole life."""
     task = task.received()
-    hook.begin(task.opened.fd)
+    hook.release_hook(task.opened.fd)
     from forestage.views.through.keeper_process import Keeper
 
     try:

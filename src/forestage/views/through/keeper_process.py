@@ -145,7 +145,7 @@ class Keeper:
 
     def _keep(self) -> None:
         while True:
-            if self.guests.attend(TURN, self.wake.fileno()):
+            if self.guests.serve_for(TURN, self.wake.fileno()):
                 self.wake.recv(4096)
             if self._reap():
                 break

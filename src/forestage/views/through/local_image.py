@@ -33,10 +33,10 @@ class _OpenCopy:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def cleared(self) -> int:
-        return self.readers.cleared() if self.readers is not None else 0
+        return self.readers.clear_count() if self.readers is not None else 0
 
     def has(self, offset: int, size: int) -> bool:
-        return self.readers is None or self.readers.has(offset, size, self.inode)
+        return self.readers is None or self.readers.has_arrived(offset, size, self.inode)
 
 
 class LocalImage:
@@ -75,8 +75,8 @@ class LocalImage:
         if self.whole or self._dropped:
             return
         try:
-            if self.cache.find(self.image) is not None:
-                self._file = _OpenCopy(self.cache.image(self.image.key), None)
+            if self.cache.find_entry(self.image) is not None:
+                self._file = _OpenCopy(self.cache.image_path(self.image.key), None)
                 return
             marks = (self.directory / "pieces").stat().st_ino
             path = self.cache.part(self.image.key).image
@@ -93,7 +93,7 @@ class LocalImage:
         """Whether a stager has the key, and stands in no queue. Raises OSError."""
         if lock.is_free(self._lock):
             return False
-        owner = self.cache.part(self.image.key).owner()
+        owner = self.cache.part(self.image.key).find_record()
         return owner is None or owner.placed
 
     def abandoned(self) -> bool:
@@ -105,7 +105,7 @@ class LocalImage:
         was_free, self._is_free = self._is_free, lock.is_free(self._lock)
         if not (was_free and self._is_free):  # a new one may be about to take it
             return False
-        owner = self.cache.part(self.image.key).owner()
+        owner = self.cache.part(self.image.key).find_record()
         return not self.whole and owner is not None and not owner.stopped
 
     def drop(self) -> None:
@@ -126,8 +126,8 @@ class LocalImage:
             lock.held(self.cache.space_lock, lock.SPACE_TIMEOUT),
             contextlib.suppress(FileNotFoundError),  # somebody else was faster
         ):
-            if self.cache.image(self.image.key).stat().st_ino == inode:
-                self.cache.evict(self.image.key)
+            if self.cache.image_path(self.image.key).stat().st_ino == inode:
+                self.cache.evict_entry(self.image.key)
         self._is_evicted = True
         self.cache.delete_evicted()
 

@@ -303,12 +303,12 @@ class ReadServer:
         if readers is None:
             return
         if level == SOON:
-            readers.note_read(time.monotonic_ns())
+            readers.mark_source_read(time.monotonic_ns())
         chunk, inode = readers.chunk, self.local.inode
         for number in range(read.offset // chunk, chunk_count(read.offset + read.size, chunk)):
             rest = self.file.size - number * chunk
-            if not readers.has(number * chunk, min(chunk, rest), inode):
-                readers.want(number, level)
+            if not readers.has_arrived(number * chunk, min(chunk, rest), inode):
+                readers.request_chunk(number, level)
 
     def _count(self, read: PendingRead, of_source: bool) -> None:
         readers = self.local.readers
@@ -331,7 +331,7 @@ class ReadServer:
                 told = readers
                 for read in list(self.waiting):
                     self._want(read, NOW)
-            pieces = readers.count() if readers is not None else -1
+            pieces = readers.count_arrived() if readers is not None else -1
             self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
             self._hand_on_early()
             self._hand_on_waiting()
@@ -351,7 +351,7 @@ class ReadServer:
         """Has the copy keep away from the source while it takes long to answer a job."""
         readers = self.local.readers
         if readers is not None and self.on_source:
-            readers.note_read(time.monotonic_ns())
+            readers.mark_source_read(time.monotonic_ns())
 
     def _note_need(self) -> None:
         if self.common.beat % NEED_BEATS == 0:
@@ -360,7 +360,7 @@ class ReadServer:
 
     def _is_needed(self) -> bool:
         """Whether a job holds a lease on the image. Raises Failed, OSError."""
-        return self.served.image.key in self.served.leases.keys()  # noqa: SIM118
+        return self.served.image.key in self.served.leases.leased_keys()  # noqa: SIM118
 
     def _hand_on_early(self) -> None:
         """Hands on what came before the looker's first look.

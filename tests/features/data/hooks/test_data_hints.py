@@ -63,7 +63,7 @@ def test_directory_with_too_many_files_is_reported_by_one_step_at_most(
     assert loaded.prolog(1, comment=f"stage={loaded.shared}/alice/").code == 0
     assert len(texts_for_user(run_step(loaded, 1, capfd))) <= 1
     assert texts_for_user(run_step(loaded, 1, capfd)) == []
-    assert loaded.leases.said(1).data
+    assert loaded.leases.read_notes(1).data
     loaded.epilog(1)
     assert not [*loaded.places.leases.iterdir()]
 

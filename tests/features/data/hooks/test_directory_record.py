@@ -28,7 +28,7 @@ def dirs(node: Node, tmp_path: Path) -> Iterator[Dirs]:
 
 
 def file_of(dirs: Dirs) -> Path:
-    return dirs.on.leases.directory_record(7)
+    return dirs.on.leases.directory_record_file(7)
 
 
 def record(dirs: Dirs) -> list[str]:

@@ -266,7 +266,7 @@ def test_job_directory_evicts_entries_only_within_its_users_share(
     path = dirs.node.put("bob/image.sqsh", content(size=MIB), user)
     dirs.node.prolog(1, path, user)
     dirs.node.epilog(1)
-    image = dirs.node.cache.image(dirs.node.identity(path).key)
+    image = dirs.node.cache.image_path(dirs.node.identity(path).key)
     assert image.exists()
     # As large as none that a test's file system takes.
     subprocess.run(["fallocate", "-l", "150M", image.with_name("map")], check=True)
@@ -424,7 +424,7 @@ def test_sweep_finishes_the_job_directory_removal_of_a_killed_epilog(
 def test_sweep_removes_the_job_directory_of_a_job_without_a_lease(dirs: Dirs) -> None:
     dirs.prolog(7, "stage-dir=32M")
     dirs.prolog(8, "stage-dir=32M")
-    dirs.node.leases.drop(7)
+    dirs.node.leases.drop_lease(7)
     assert swept(dirs, dry_run=True) == ("7.0", "8.0")
     assert dirs.taken().number == 2
     assert job_dir.remove_leftovers(dirs.node.cache, dirs.node.leases) == ("7.0",)
@@ -631,7 +631,7 @@ def test_holder_removes_the_job_directory_after_an_epilog_without_python(
     place, other = (dirs.node.cache.jobs / name for name in ("7.0", "8.0"))
     with dirs.seen(7, kept=True) as at:  # a process that the job has left
         as_alice("echo x > file", at)
-        dirs.on.leases.over(7).touch()
+        dirs.on.leases.over_mark(7).touch()
         until(lambda: not place.exists(), "the end of the directory")
     until(lambda: len(dirs.devices()) == 1, "the end of its device")
     assert other.exists()
@@ -646,7 +646,7 @@ def test_requeued_jobs_directory_is_kept_despite_the_end_mark_of_the_earlier_run
 ) -> None:
     monkeypatch.setattr(job_disk, "LOOK", 0.05)
     dirs.prolog(7, "stage-dir=32M")
-    over = dirs.on.leases.over(7)
+    over = dirs.on.leases.over_mark(7)
     over.touch()
     until(lambda: not list(dirs.node.cache.jobs.iterdir()), "the end of the first")
     dirs.prolog(7, "stage-dir=32M", restart=1)

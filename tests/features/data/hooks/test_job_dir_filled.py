@@ -144,7 +144,7 @@ def test_copied_seed_keeps_its_variable_after_forestage_is_switched_off(dirs: Di
         str(whole): "",
         f"{late}@seed:LATE": "disabled",
     }
-    record = dirs.on.leases.directory_record(7).read_text()  # what steps have without a helper
+    record = dirs.on.leases.directory_record_file(7).read_text()  # what steps have without a helper
     assert "env\tCACHE\t" in record
 
 

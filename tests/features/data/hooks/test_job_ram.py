@@ -169,7 +169,7 @@ def test_memory_job_directory_does_not_count_to_the_users_share_of_the_disk(dirs
     path = dirs.node.put("bob/image.sqsh", content(size=MIB), BOB)
     dirs.node.prolog(1, path, BOB)
     dirs.node.epilog(1)
-    image = dirs.node.cache.image(dirs.node.identity(path).key)
+    image = dirs.node.cache.image_path(dirs.node.identity(path).key)
     # As large as none that a test's file system takes.
     subprocess.run(["fallocate", "-l", "250M", image.with_name("map")], check=True)
     dirs.node.configure(redirect="spank", max_user_share="60%", **keys)
@@ -276,7 +276,7 @@ def test_epilog_stops_the_holder_and_the_sweep_does_if_the_epilog_did_not_run(di
     assert len(holders(dirs)) == 2
     dirs.node.epilog(7)
     assert len(holders(dirs)) == 1
-    dirs.node.leases.drop(8)
+    dirs.node.leases.drop_lease(8)
     assert job_dir.remove_leftovers(dirs.node.cache, dirs.node.leases) == ("8.0",)
     assert holders(dirs) == []
     assert not list(dirs.node.cache.jobs.iterdir())
@@ -315,6 +315,6 @@ def test_memory_directory_holder_exits_after_an_epilog_without_python(
     monkeypatch.setattr(job_ram, "LOOK", 0.05)
     dirs.prolog(7, "stage-dir=32M,ram")
     dirs.step(7)
-    dirs.on.leases.over(7).touch()
+    dirs.on.leases.over_mark(7).touch()
     until(lambda: holders(dirs) == [], "the end of its holder")
     assert list(dirs.node.cache.jobs.iterdir()) == []

@@ -344,7 +344,7 @@ def test_squashfuse_stopped_by_its_user_is_killed_at_the_steps_end(mounting: Mou
     os.kill(mounting.processes()["program"], signal.SIGSTOP)
     mounting.manager.end()
     mounting.ended()
-    assert squashfs_server._list_live_servers(mounting.node.places.served) == []
+    assert squashfs_server._list_live_servers(mounting.node.places.served_sockets) == []
 
 
 @pytest.mark.parametrize("options", [("-all-root",), ("-force-uid", "1", "-force-gid", "1")])
@@ -386,12 +386,15 @@ def test_mount_server_counts_to_the_limit_until_its_last_process_is_gone(
     until(lambda: state.read_text() == "FROZEN\n", "it to be frozen")
     try:
         mounting.manager.end()
-        until(lambda: len([*mounting.node.places.served.iterdir()]) == 1, "the end of the socket")
-        assert len(squashfs_server._list_live_servers(mounting.node.places.served)) == 1
+        until(
+            lambda: len([*mounting.node.places.served_sockets.iterdir()]) == 1,
+            "the end of the socket",
+        )
+        assert len(squashfs_server._list_live_servers(mounting.node.places.served_sockets)) == 1
     finally:
         state.write_text("THAWED")
     mounting.ended()
-    assert squashfs_server._list_live_servers(mounting.node.places.served) == []
+    assert squashfs_server._list_live_servers(mounting.node.places.served_sockets) == []
 
 
 def test_files_owner_cannot_write_to_the_copy_through_squashfuses_descriptors(
@@ -402,7 +405,7 @@ def test_files_owner_cannot_write_to_the_copy_through_squashfuses_descriptors(
     mounting.show(mounting.socket(1))
     pid = mounting.processes()["program"]
     key = mounting.node.identity(mounting.path).key
-    inode = mounting.node.cache.image(key).stat().st_ino
+    inode = mounting.node.cache.image_path(key).stat().st_ino
     copies = [one for one in Path(f"/proc/{pid}/fd").iterdir() if one.stat().st_ino == inode]
     assert copies
     for copy in copies:
@@ -497,7 +500,7 @@ def test_squashfs_is_mounted_through_its_keeper_while_its_copy_runs(
     job = mounting.job(1)
     with squashfs_server.SquashfsSource() as content:
         content.through = through.sock
-        name = squashfs_server.start_server(mounting.node.places.served, job, 1, content)
+        name = squashfs_server.start_server(mounting.node.places.served_sockets, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
     mounting.manager.end()
@@ -512,9 +515,9 @@ def test_private_squashfs_is_mounted_only_for_a_user_with_read_access(
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
     with squashfs_server.SquashfsSource() as content:
-        content.entry = mounting.node.cache.image(mounting.node.identity(mounting.path).key)
+        content.entry = mounting.node.cache.image_path(mounting.node.identity(mounting.path).key)
         name = squashfs_server.start_server(
-            mounting.node.places.served, mounting.job(2, BOB), 1, content
+            mounting.node.places.served_sockets, mounting.job(2, BOB), 1, content
         )
     said, fds = mounting.ask(name)
     assert (said[:3], "Permission denied" in said, fds) == ("no ", True, [])
@@ -770,7 +773,7 @@ def test_mount_over_a_system_directory_is_declined_and_nothing_is_copied(
 
 def test_entry_and_outcomes_of_a_mounted_squashfs_are_recorded_as_data(mounting: Mounting) -> None:
     mounting.staged(1)
-    (entry,) = mounting.node.cache.stored_entries()
+    (entry,) = mounting.node.cache.list_entries()
     assert entry.is_data
     began, copied = mounting.node.outcomes("prolog", 1)[-1], mounting.node.outcomes("stager")[-1]
     assert isinstance(began, RequestOutcome)
@@ -778,7 +781,7 @@ def test_entry_and_outcomes_of_a_mounted_squashfs_are_recorded_as_data(mounting:
     assert (began.data, copied.data) == (True, True)
     # Who names the same file as an image has it, and it stays what it was copied as.
     assert mounting.node.prolog(2, mounting.path).said == ("hit", "")
-    (entry,) = mounting.node.cache.stored_entries()
+    (entry,) = mounting.node.cache.list_entries()
     assert entry.is_data
 
 
@@ -798,7 +801,7 @@ def test_mounted_squashfs_is_limited_to_datas_share_and_evicts_no_image(mounting
 
 def test_prolog_of_a_job_without_data_writes_no_data_notes(mounting: Mounting) -> None:
     mounting.node.prolog(1, comment=f"stage={mounting.path}")
-    assert mounting.node.leases.said(1).data is None
+    assert mounting.node.leases.read_notes(1).data is None
 
 
 def test_prolog_of_a_mounted_squashfs_starts_a_copy_and_then_has_a_hit(mounting: Mounting) -> None:

@@ -136,7 +136,7 @@ def cluster(node: Node, quick: None) -> Iterator[Cluster]:
     made = Cluster(node)
     yield made
     for one in loop.list_attached_devices():
-        if any(one.is_on(each.nvme.stat()) for each in made.nodes.values()):
+        if any(one.is_on_file_system(each.nvme.stat()) for each in made.nodes.values()):
             loop.detach_device(one)
 
 
@@ -211,7 +211,7 @@ def test_nodes_that_share_a_scan_make_identical_copies_with_acls_and_links(
     with cluster.serving():
         keys = {cluster.start(name, path).key for name in NODES}
     (key,) = keys
-    copies = [cluster.nodes[name].cache.image(key).read_bytes() for name in NODES]
+    copies = [cluster.nodes[name].cache.image_path(key).read_bytes() for name in NODES]
     assert copies[0] == copies[1]
 
 
@@ -226,7 +226,7 @@ def test_nodes_that_share_a_scan_copy_hard_links_identically(cluster: Cluster, p
         assert cluster.looked("n2") < 2 * ALL, "it looked itself"
         for name in NODES:
             assert cluster.step(name).outcomes[0].result == "hit"
-    copies = [cluster.nodes[name].cache.image(first.key).read_bytes() for name in NODES]
+    copies = [cluster.nodes[name].cache.image_path(first.key).read_bytes() for name in NODES]
     assert copies[0] == copies[1]
 
 
@@ -333,7 +333,7 @@ def test_step_does_not_use_the_scan_of_another_step_or_of_an_earlier_run(
         assert (shown.lines, shown.outcomes[0].reason) == ([], "changed")
         # The job is requeued on both nodes, and its step has the number that it had.
         for name in NODES:
-            cluster.nodes[name].leases.drop(1)
+            cluster.nodes[name].leases.drop_lease(1)
             cluster.start(name, path, SLURM_RESTART_COUNT="1")
             cluster.looked(name)
         (server / "1/1").write_bytes(b"once more")
@@ -362,7 +362,7 @@ def test_step_scans_the_directory_itself_at_once_if_the_first_node_lost_its_copy
         first = cluster.start("n1", path)
         cluster.start("n2", path)
         cluster.looked("n2")
-        cluster.nodes["n1"].cache.evict(first.key)
+        cluster.nodes["n1"].cache.evict_entry(first.key)
         assert cluster.step("n1").lines == []
         assert cluster.step("n2").outcomes[0].result == "hit"
     assert cluster.looked("n2") == ALL
@@ -550,7 +550,7 @@ def test_file_that_changes_after_it_was_copied_makes_no_entry(cluster: Cluster, 
     file = cluster.nodes["n1"].server / "alice/set/6/6"
     with cluster.serving():
         first = cluster.start("n1", path)
-        cluster.nodes["n1"].cache.evict(first.key)  # its bytes are n2's own to read
+        cluster.nodes["n1"].cache.evict_entry(first.key)  # its bytes are n2's own to read
         real = manifest.sample_files
         calls: list[int] = []
 

@@ -54,7 +54,7 @@ def spank(node: Node) -> Iterator[Node]:
 
 def devices(node: Node) -> list[loop.LoopDevice]:
     """Those of files on the node's disk; another mount namespace may have files of their names."""
-    return [one for one in loop.list_attached_devices() if one.is_on(node.nvme.stat())]
+    return [one for one in loop.list_attached_devices() if one.is_on_file_system(node.nvme.stat())]
 
 
 def fill(node: Node, name: str = "alice/set", user: User = ALICE) -> Path:
@@ -119,7 +119,7 @@ def mounted(spank: Node) -> Iterator[Callable[[data.StepPart], Path]]:
         (line,) = shown.lines
         kind, device, file, fs, how, _, _ = line
         assert file in [
-            loop.format_file_id(spank.cache.image(key).stat()) for key in spank.entries()
+            loop.format_file_id(spank.cache.image_path(key).stat()) for key in spank.entries()
         ]
         assert (kind, fs, how) == ("device", "erofs", "ro")
         point = spank.places.root / f"mounted{len(points)}"
@@ -267,7 +267,7 @@ def test_directory_entry_is_declined_for_a_user_without_access_to_each_file(span
     with lock.held(spank.cache.space_lock, 5):
         noted = data_view.read_job_data(spank.leases, 2)
         trees = {str(path) + "/": data_view.read_job_data(spank.leases, 1).trees[str(path) + "/"]}
-        spank.leases.note(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
+        spank.leases.add_notes(2, BOB.uid, data=msgspec.structs.replace(noted, trees=trees))
     assert show(spank, 2, BOB).lines == []
 
 
@@ -475,7 +475,7 @@ def test_hard_links_in_a_staged_directory_take_the_space_of_one_file(
     os.utime(file, (0, 0))
     found = staged(spank, 1, path)
     assert (found.state, found.detail) == ("ready", "")
-    (size,) = (spank.cache.image(key).stat().st_size for key in spank.entries())
+    (size,) = (spank.cache.image_path(key).stat().st_size for key in spank.entries())
     assert size < 10 * MIB
     copy = mounted(show(spank, 1))
     assert differences(path, copy) == ""
@@ -498,7 +498,7 @@ def test_killed_copy_of_a_directory_is_resumed_by_the_next_job(
 
         once.setattr(chunks.ChunkCopy, "note", note)
         begin(spank, 1, f"stage={path}/")
-    (part,) = until(lambda: [one for one in spank.parts() if one.digests()], "a part")
+    (part,) = until(lambda: [one for one in spank.parts() if one.read_digests()], "a part")
     until(lambda: spank.is_idle(part.directory.name), "the stager's end")
     assert staged(spank, 2, path).state == "ready"
     (copied,) = spank.outcomes("stager")
@@ -617,9 +617,9 @@ def test_directory_of_a_job_without_a_lease_is_not_staged(
     spank: Node, before: Callable[[object, str, Callable[[], object]], None]
 ) -> None:
     path = fill(spank)
-    before(directory, "_add_to_lease", lambda: spank.leases.drop(1))
+    before(directory, "_add_to_lease", lambda: spank.leases.drop_lease(1))
     begin(spank, 1, f"stage={path}/")
-    until(lambda: not spank.leases.file(1).exists(), "the lease to go")
+    until(lambda: not spank.leases.lease_file(1).exists(), "the lease to go")
     assert spank.entries() == set()
     assert spank.lease(1) is None
 
@@ -692,7 +692,9 @@ def test_scan_that_runs_out_of_time_is_declined_as_too_many_files(
     def take(
         root: int, path: str, user: User, most: int, end: Deadline
     ) -> manifest.DirectoryManifest:
-        assert end.left() < directory.SCAN_TIMEOUT - 1  # who waits for it would give up later
+        assert (
+            end.seconds_left() < directory.SCAN_TIMEOUT - 1
+        )  # who waits for it would give up later
         return real(root, path, user, most, Deadline.after(0, Clock()))
 
     monkeypatch.setattr(manifest, "scan_directory", take)

@@ -98,7 +98,7 @@ def test_opening_a_directory_unchanged_for_long_does_not_scan_again(
     monkeypatch.setattr(manifest, "scan_directory", lambda *_: pytest.fail("looked at once more"))
     source = tree.open()
     assert top.clock.slept == 0
-    assert (source.size, source.own) == (tree.made.size, len(tree.made.head))
+    assert (source.size, source.local_bytes) == (tree.made.size, len(tree.made.head))
 
 
 def test_directory_source_reads_the_bytes_of_a_file(top: Top) -> None:
@@ -265,7 +265,7 @@ def test_chunk_map_of_a_directory_never_takes_a_chunk_with_data_for_a_hole(
         for number, (size, data) in enumerate(files)
     }
     tree, chunk = with_holes(top, named), blocks * erofs.BLOCK
-    found, head = tree.map_chunks(chunk).read, -(-len(tree.made.head) // chunk)
+    found, head = tree.map_chunks(chunk).to_read, -(-len(tree.made.head) // chunk)
     assert found - set(range(head)) == in_full(tree, chunk) - set(range(head))
     assert set(range(head)) <= found
 
@@ -279,7 +279,7 @@ def test_sparse_file_is_read_in_full_if_lseek_cannot_find_holes(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "lseek", unable)
-    assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.made.size // erofs.BLOCK))
 
 
 def test_holes_of_files_on_a_fuse_file_system_are_read(
@@ -293,9 +293,9 @@ def test_holes_of_files_on_a_fuse_file_system_are_read(
         for start, number in zip(tree.made.starts, tree.made.numbers, strict=True)
         if tree.found.files[number].path == b"hole"
     )
-    assert found.read == set(range(tree.made.size // erofs.BLOCK))
-    assert found.sparse == set(range(hole, hole + 30))
-    assert found.sparse & found.reserved == {hole + 3, hole + 4}
+    assert found.to_read == set(range(tree.made.size // erofs.BLOCK))
+    assert found.likely_sparse == set(range(hole, hole + 30))
+    assert found.likely_sparse & found.to_reserve == {hole + 3, hole + 4}
 
 
 def test_files_without_holes_are_not_opened_for_the_chunk_map(
@@ -303,7 +303,7 @@ def test_files_without_holes_are_not_opened_for_the_chunk_map(
 ) -> None:
     tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
     monkeypatch.setattr(DirectorySource, "_open", lambda *_: pytest.fail("opened"))
-    assert tree.map_chunks(erofs.BLOCK).read == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.made.size // erofs.BLOCK))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -392,7 +392,7 @@ def test_metrics_export_bytes_and_entries_for_images_and_data() -> None:
 
 def test_metrics_read_the_last_sweeps_time_from_its_mark_file(places: NodePaths) -> None:
     assert metrics.read_last_sweep_time(places) == 0.0
-    mark = places.called("sweep")
+    mark = places.hook_call_mark("sweep")
     mark.parent.mkdir(parents=True)
     mark.touch()
     os.utime(mark, (5.0, 5.0))
@@ -503,7 +503,7 @@ def test_metrics_are_written_despite_disk_errors_with_cache_usable_0(
     def broken(_: Cache) -> list[object]:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Cache, "stored_entries", broken)
+    monkeypatch.setattr(Cache, "list_entries", broken)
     assert site.run("metrics").exit_code == ExitStatus.OK
     assert written(site)["forestage_cache_usable"] == 0
 

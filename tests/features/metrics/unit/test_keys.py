@@ -25,9 +25,9 @@ def test_metrics_textfile_key_refuses_a_path_that_node_exporter_would_not_read(
     path: str, what: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
-        KEYS["metrics.textfile"].read(path)
+        KEYS["metrics.textfile"].parse_value(path)
 
 
 def test_metrics_textfile_key_quotes_a_path_with_a_hash_when_shown() -> None:
     key = KEYS["metrics.textfile"]
-    assert key.show(key.read("/a #b.prom")) == '"/a #b.prom"'
+    assert key.format_value(key.parse_value("/a #b.prom")) == '"/a #b.prom"'

@@ -78,7 +78,7 @@ def copied(node: Node, path: Path, nodes: str = "n1") -> CopyOutcome:
 
 
 def sessions(peer: Peer) -> int:
-    given = upload_counts.find_upload_counts(peer.places.peer)
+    given = upload_counts.find_upload_counts(peer.places.peer_counts)
     return given.sessions if given else 0
 
 
@@ -236,7 +236,8 @@ def test_copy_takes_no_wrong_chunk_from_a_node_of_another_job(
     assert found.from_peers == 0
     until(
         lambda: (
-            (given := upload_counts.find_upload_counts(peers["n2"].places.peer)) and given.chunks
+            (given := upload_counts.find_upload_counts(peers["n2"].places.peer_counts))
+            and given.chunks
         ),
         "a wrong chunk",
     )
@@ -312,10 +313,10 @@ def test_sweep_evicts_an_entry_with_a_notice_of_wrong_bytes_by_its_reader(
     key = node.identity(path).key
     node.cache.prepare(require_mount=False)
     give(node, node, path, data())
-    os.chown(node.cache.image(key), ALICE.uid, ALICE.gid)  # nothing else is wrong with it
+    os.chown(node.cache.image_path(key), ALICE.uid, ALICE.gid)  # nothing else is wrong with it
     note(node, key, by={"n4": "1"}, outside="1", compared=True)
     wrong_data_notices.record_notice(node.places, key, reader)
-    here = CacheNode.of(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
+    here = CacheNode.from_config(Config(cache="/mnt/nvme/forestage"), node.places, Clock())
     done = sweep.run_sweep(here, SlurmClient("", node="n1"), False, lambda text: None)
     assert done.problems == ()
     assert (done.evicted, node.cache.entry_dir(key).exists()) == ((key,) if goes else (), not goes)

@@ -379,7 +379,7 @@ def test_write_error_on_the_local_disk_leaves_the_peer_usable(
 def test_chunk_corrupted_on_the_peers_disk_is_rejected_as_wrong(tmp_path: Path) -> None:
     node = Node(tmp_path / "n1")
     key = node.publish()
-    with node.cache.image(key).open("r+b") as file:
+    with node.cache.image_path(key).open("r+b") as file:
         file.seek(CHUNK + 77)
         file.write(b"\xff")
     with node.serving():

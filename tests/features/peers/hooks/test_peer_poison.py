@@ -45,7 +45,9 @@ def test_copy_has_the_sources_bytes_if_a_peer_has_other_bytes_under_the_key(
     assert node.shows_entry(path, node.identity(path).key)
     assert path.read_bytes() == data()
     until(
-        lambda: (given := upload_counts.find_upload_counts(peer.places.peer)) and given.chunks,
+        lambda: (
+            (given := upload_counts.find_upload_counts(peer.places.peer_counts)) and given.chunks
+        ),
         "a chunk of the peer's",
     )
 

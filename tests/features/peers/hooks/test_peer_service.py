@@ -141,7 +141,7 @@ def test_chunk_requested_with_a_wait_is_marked_as_wanted_in_the_running_copy(
     memory = arrival_map.create_map(node.places.through / key, SIZE, CHUNK, copying.image)
     assert memory is not None
     assert Client(node, key).why(1, wait=wait) == "absent"
-    assert memory.wanted() == wanted
+    assert memory.list_wanted() == wanted
 
 
 def test_chunk_that_does_not_arrive_is_absent_after_the_wait(node: Node, copying: Part) -> None:
@@ -189,7 +189,7 @@ def test_chunk_upload_completes_if_the_entry_is_evicted_meanwhile(node: Node) ->
 
     def write(at: int, piece: memoryview) -> None:
         if not pieces:
-            node.cache.evict(key)
+            node.cache.evict_entry(key)
             node.cache.delete_evicted()
         pieces.append(bytes(piece))
 
@@ -525,11 +525,11 @@ BIG_SPAN = f"bytes=0-{BIG - 1}"
 def grown(node: Node) -> str:
     """The key of an entry whose only chunk is a large one."""
     key = node.publish()
-    entry = node.cache.read(key)
+    entry = node.cache.find_entry_by_key(key)
     assert entry is not None
     identity = msgspec.structs.replace(entry.identity, size=BIG)
     larger = msgspec.structs.replace(entry, identity=identity, chunk=BIG)
-    with node.cache.image(key).open("r+b") as file:
+    with node.cache.image_path(key).open("r+b") as file:
         file.truncate(BIG)
     (node.cache.entry_dir(key) / "map").write_bytes(digest.digest_chunk(b"x"))
     (node.cache.entry_dir(key) / "entry.json").write_bytes(msgspec.json.encode(larger))
@@ -675,7 +675,7 @@ def test_sigterm_ends_the_peer_service_during_a_wait_and_saves_its_counts(own_no
         own_node.end()
         thread.join()
     assert whys in (["absent"], ["refused"])
-    given = upload_counts.find_upload_counts(own_node.places.peer)
+    given = upload_counts.find_upload_counts(own_node.places.peer_counts)
     assert given is not None
     assert (given.chunks, given.bytes) == (2, CHUNK + SIZE - 3 * CHUNK)
     assert own_node.said.decode().count(f"key={key} chunks=2 bytes={given.bytes}") == 1
@@ -814,7 +814,7 @@ def test_peer_service_without_a_credential_exits_0_with_auto_and_6_with_enabled_
 def test_client_records_the_node_that_accepted_its_credential_as_proven(
     node: Node, key: str
 ) -> None:
-    node.places.proven.unlink(missing_ok=True)
+    node.places.proven_node.unlink(missing_ok=True)
     Client(node, key).fetch(0)
     noted = proven_node.find_proven_node(node.places)
     assert noted is not None
@@ -825,7 +825,7 @@ def test_peer_service_records_a_proven_client_only_from_another_address(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This node's own copies ask it from its own address, and prove nothing."""
-    node.places.proven.unlink(missing_ok=True)
+    node.places.proven_node.unlink(missing_ok=True)
     name = "ab" * 16
     first(node, 1, name).ask()
     assert proven_node.find_proven_node(node.places) is None

@@ -75,7 +75,7 @@ def fill_up(node: Node, image: SourceImage) -> None:
 
 def outdate(node: Node, image: SourceImage) -> None:
     """Has the file as it was before."""
-    node.cache.image(image.key).parent.rename(node.cache.entry_dir("0" * 32))
+    node.cache.image_path(image.key).parent.rename(node.cache.entry_dir("0" * 32))
     node.start()
 
 
@@ -91,14 +91,14 @@ def power_down(node: Node, image: SourceImage) -> None:
 
 def spoil(node: Node, image: SourceImage) -> None:
     """In each chunk a byte has turned since it was copied."""
-    with node.cache.image(image.key).open("r+b") as file:
+    with node.cache.image_path(image.key).open("r+b") as file:
         for at in range(100, SIZE, CHUNK):
             byte = os.pread(file.fileno(), 1, at)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
 
 
 def evict(node: Node, image: SourceImage) -> None:
-    node.cache.evict(image.key)
+    node.cache.evict_entry(image.key)
     node.cache.delete_evicted()
 
 
@@ -222,5 +222,5 @@ def test_copy_among_failing_givers_has_the_sources_bytes_and_reads_little_of_the
     data = site.path.read_bytes()
     assert part.image.read_bytes() == data, names
     each = (data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-    assert part.digests() == b"".join(map(digest.digest_chunk, each)), names
+    assert part.read_digests() == b"".join(map(digest.digest_chunk, each)), names
     assert sum(read) <= MOST * SIZE, (names, sum(read) / SIZE)

@@ -50,7 +50,7 @@ def run(task: CopyTask) -> CopyStats:
 
 
 def sharing(task: CopyTask, **changes: object) -> CopyTask:
-    node = task.node.configured(peers=PeersSection(enabled=True), **changes)
+    node = task.node.with_config(peers=PeersSection(enabled=True), **changes)
     return msgspec.structs.replace(task, node=node)
 
 
@@ -66,7 +66,7 @@ def test_copy_counts_bytes_from_peers_and_leaves_no_peers_file_in_the_entry(
     task: CopyTask, other: OtherNode
 ) -> None:
     assert run(sharing(task)).from_peers == len(CONTENT)
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert task.node.cache.image_path(task.key).read_bytes() == CONTENT
     assert not (task.node.cache.entry_dir(task.key) / "peers").exists()
 
 
@@ -120,7 +120,7 @@ def test_copy_uses_no_peers_in_a_job_of_two_nodes_by_default(
 def test_copy_outcome_counts_uploaded_bytes_of_its_own_key_during_the_copy(
     task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uploads = UploadCountWriter(task.node.places.peer, since=1.0)
+    uploads = UploadCountWriter(task.node.places.peer_counts, since=1.0)
     uploads.uploaded(task.key, 100)
     uploads.uploaded("another", 1000)
     uploads.flush()
@@ -152,7 +152,7 @@ class Unreadable:
 def test_copy_of_a_source_that_only_peers_have_is_completed_from_peers(
     task: CopyTask, other: OtherNode
 ) -> None:
-    opened = OpenImage(task.image, task.job.user, -1, other=Unreadable())
+    opened = OpenImage(task.image, task.job.user, -1, other_source=Unreadable())
     made_up = msgspec.structs.replace(task, opened=opened)
     assert run(sharing(made_up)).from_peers == len(CONTENT)
-    assert task.node.cache.image(task.key).read_bytes() == CONTENT
+    assert task.node.cache.image_path(task.key).read_bytes() == CONTENT

@@ -44,20 +44,22 @@ def server(stager: ArrivalMap, directory: Path) -> Iterator[ArrivalMap]:
 def test_forgotten_chunk_cannot_be_read(
     stager: ArrivalMap, server: ArrivalMap, image: Path, number: int, left: list[int]
 ) -> None:
-    stager.arrived(0, SIZE)
-    stager.forget(number)
+    stager.mark_arrived(0, SIZE)
+    stager.clear_arrived(number)
     inode = image.stat().st_ino
-    here = [n for n in range(10) if server.has(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)]
+    here = [
+        n for n in range(10) if server.has_arrived(n * PIECE, min(PIECE, SIZE - n * PIECE), inode)
+    ]
     assert here == left
 
 
 def test_chunks_requested_by_other_nodes_come_after_those_that_jobs_wait_for(
     stager: ArrivalMap, server: ArrivalMap, directory: Path
 ) -> None:
-    server.want(1, NOW)
+    server.request_chunk(1, NOW)
     for number in (0, 1, 3, 10**9):  # the last two are beyond the image
         arrival_map.request_chunk_soon(directory, number)
-    assert stager.wanted() == [1, 0]
-    stager.end()
+    assert stager.list_wanted() == [1, 0]
+    stager.remove_map()
     arrival_map.request_chunk_soon(directory, 0)
     assert not directory.exists()

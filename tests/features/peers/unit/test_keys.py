@@ -73,12 +73,12 @@ def test_invalid_peers_section_is_refused_with_file_and_key(
 )
 def test_invalid_value_of_a_peers_key_is_refused(key: str, raw: object, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
-        KEYS[f"peers.{key}"].read(raw)
+        KEYS[f"peers.{key}"].parse_value(raw)
 
 
 def test_peers_key_file_with_a_hash_round_trips_through_yaml() -> None:
     key = KEYS["peers.key_file"]
-    assert yaml.safe_load(key.show(key.read("/a #b"))) == "/a #b"
+    assert yaml.safe_load(key.format_value(key.parse_value("/a #b"))) == "/a #b"
 
 
 def test_later_configuration_file_overrides_single_keys_of_the_peers_section(
@@ -105,5 +105,7 @@ def test_peers_enabled_and_reach_are_not_among_the_removed_keys() -> None:
 
 
 def test_peers_address_pattern_is_filled_with_the_node_name() -> None:
-    assert PeersSection(address="{node}-ib:7000").of("n1") == ServiceAddress("n1-ib", 7000)
-    assert PeersSection(port=80).of("n2") == ServiceAddress("n2", 80)
+    assert PeersSection(address="{node}-ib:7000").node_address("n1") == ServiceAddress(
+        "n1-ib", 7000
+    )
+    assert PeersSection(port=80).node_address("n2") == ServiceAddress("n2", 80)

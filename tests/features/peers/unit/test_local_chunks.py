@@ -36,7 +36,7 @@ DIGESTS = b"".join(digest.digest_chunk(DATA[at : at + CHUNK]) for at in range(0,
 
 def copying(cache: Cache, digests: bytes | None = DIGESTS, **facts: object) -> None:
     known = {"boot": boot_id(), "chunk": CHUNK, "engine": "chunks", "job": 1, "since": 0.0, **facts}
-    cache.part(KEY).write_owner(PartRecord(pid=os.getpid(), image=IMAGE, **known))  # type: ignore[arg-type]
+    cache.part(KEY).write_record(PartRecord(pid=os.getpid(), image=IMAGE, **known))  # type: ignore[arg-type]
     cache.part(KEY).image.write_bytes(DATA)
     if digests is not None:
         cache.part(KEY).map.write_bytes(digests)

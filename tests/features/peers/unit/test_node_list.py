@@ -125,7 +125,7 @@ class Told(SlurmClient):
 
 def node_of(folder: Path, **peers: object) -> Node:
     config = Config(cache="/nvme", peers=msgspec.convert(peers, PeersSection))
-    return Node.of(config, NodePaths(folder), Clock())
+    return Node.from_config(config, NodePaths(folder), Clock())
 
 
 def test_node_list_is_queried_from_slurm_once_and_kept_if_a_query_fails(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class Pair:
     def check(self) -> None:
         assert self.part.image.read_bytes() == self.data
         each = (self.data[at : at + CHUNK] for at in range(0, SIZE, CHUNK))
-        assert self.part.digests() == b"".join(digest.digest_chunk(one) for one in each)
+        assert self.part.read_digests() == b"".join(digest.digest_chunk(one) for one in each)
         assert not self.part.peers.exists()
         assert not self.part.source_failed.exists()
 
@@ -189,7 +189,7 @@ def test_peer_copy_reads_no_source_if_peers_have_all_chunks(pair: Pair, patient:
 def test_peer_copy_never_fetches_the_chunks_with_file_system_metadata(
     pair: Pair, patient: None
 ) -> None:
-    pair.source = msgspec.structs.replace(pair.source, own=CHUNK + 1)
+    pair.source = msgspec.structs.replace(pair.source, local_bytes=CHUNK + 1)
     fake = Fake(pair.data, everything())
     assert pair.copy(fake) == SIZE - 2 * CHUNK
     pair.check()
@@ -282,7 +282,7 @@ def test_peer_copy_on_a_full_disk_raises_the_write_error(pair: Pair, monkeypatch
     monkeypatch.setattr(chunks, "_write_all", full)
     with pytest.raises(OSError, match="full"):
         pair.copy(Fake(pair.data, everything()))
-    assert pair.part.digests().strip(b"\0") == b""
+    assert pair.part.read_digests().strip(b"\0") == b""
 
 
 def test_stopped_peer_copy_is_resumed_with_only_its_missing_chunks(
@@ -298,7 +298,7 @@ def test_stopped_peer_copy_is_resumed_with_only_its_missing_chunks(
     fake.before = later
     with pytest.raises(CopyStopped):
         pair.copy(fake, stop)
-    left = list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    left = list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
     assert 0 < len(left) < COUNT
     again = Fake(pair.data, everything())
     pair.copy(again)
@@ -349,7 +349,7 @@ def test_late_wrong_bytes_of_a_slow_peer_do_not_overwrite_a_complete_chunk(pair:
     run.close()
     start = number * CHUNK
     assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start : start + CHUNK]
-    assert number not in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert number not in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
     assert run.from_peers == CHUNK
 
 
@@ -374,23 +374,23 @@ class Noting:
         self.forgotten: list[int] = []
         self.arrivals: list[int] = []
 
-    def arrived(self, start: int, length: int) -> None:
+    def mark_arrived(self, start: int, length: int) -> None:
         self.arrivals.append(start // CHUNK)
-        if start // CHUNK in list_missing_chunks(self.part.digests(), SIZE, CHUNK):
+        if start // CHUNK in list_missing_chunks(self.part.read_digests(), SIZE, CHUNK):
             self.early.append(start // CHUNK)
 
-    def forget(self, number: int) -> None:
+    def clear_arrived(self, number: int) -> None:
         self.forgotten.append(number)
 
-    def wanted(self, levels: Sequence[int] = ()) -> list[int]:
+    def list_wanted(self, levels: Sequence[int] = ()) -> list[int]:
         return []
 
-    def got(self, number: int) -> None: ...
+    def clear_wanted(self, number: int) -> None: ...
 
-    def reading(self, now_ns: int, calm_ns: int) -> bool:
+    def has_recent_source_read(self, now_ns: int, calm_ns: int) -> bool:
         return False
 
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         return True
 
 
@@ -481,11 +481,11 @@ def test_arrival_map_drops_a_partly_read_chunk_before_a_peer_writes_the_chunk(
 def test_peer_copy_records_its_bytes_from_peers_while_running(pair: Pair, patient: None) -> None:
     fake = Fake(pair.data, everything())
     seen: list[int] = []
-    fake.before = lambda peer, number: seen.append(pair.part.of_peers())
+    fake.before = lambda peer, number: seen.append(pair.part.read_peer_bytes())
     pair.copy(fake)
     assert seen[0] == 0
     assert any(0 < count < SIZE for count in seen)
-    assert pair.part.of_peers() == 0
+    assert pair.part.read_peer_bytes() == 0
 
 
 def wrong(data: bytes) -> bytes:
@@ -519,7 +519,7 @@ def test_earlier_chunks_of_a_peer_with_wrong_bytes_are_read_again_from_the_sourc
     fake.bad = {"c": "refused", "d": "refused"}
 
     def later(peer: str, number: int) -> None:
-        if len(list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == 1:
+        if len(list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == 1:
             fake.has = everything()
 
     fake.before = later
@@ -558,7 +558,7 @@ def test_source_read_decides_which_of_two_peers_gave_wrong_bytes(
     assert run.liars == {"b"}
     assert run.schedule._peers.is_out("b", 1e9)
     assert not run.schedule._peers.is_out("c", 1e9)
-    start, is_in = 3 * CHUNK, 3 not in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    start, is_in = 3 * CHUNK, 3 not in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
     assert is_in == (not liar_first)
     if is_in:
         assert pair.part.image.read_bytes()[start : start + CHUNK] == pair.data[start:][:CHUNK]
@@ -577,7 +577,10 @@ def test_own_late_read_of_a_chunk_exposes_the_peer_that_gave_wrong_bytes(pair: P
     run._bring(peer_copy.ChunkTransfer(3, SOURCE), source_reader.allocate_piece_buffer(CHUNK), True)
     run._settle(3, source_reader.allocate_piece_buffer(CHUNK))
     run.close()
-    assert (run.liars, 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == ({"b"}, True)
+    assert (run.liars, 3 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == (
+        {"b"},
+        True,
+    )
 
 
 def test_late_chunk_of_a_peer_known_for_wrong_bytes_is_discarded(pair: Pair) -> None:
@@ -590,7 +593,7 @@ def test_late_chunk_of_a_peer_known_for_wrong_bytes_is_discarded(pair: Pair) -> 
     run._bring(peer_copy.ChunkTransfer(3, "b"), source_reader.allocate_piece_buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
-    assert 3 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK)
+    assert 3 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
 
 
 def test_wrong_chunk_invalidates_all_chunks_of_its_reader_from_any_giver(
@@ -606,10 +609,12 @@ def test_wrong_chunk_invalidates_all_chunks_of_its_reader_from_any_giver(
     fake.lies["c"] = wrong(pair.data)
     monkeypatch.setattr(run, "samples", {7: [(7 * CHUNK, 4096)]})
     bring(run, 7, "c")
-    assert {3, 5, 7} & set(list_missing_chunks(pair.part.digests(), SIZE, CHUNK)) == {3, 7}
+    assert {3, 5, 7} & set(list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == {3, 7}
     assert (run.given["b"], run.given["d"], run.from_peers) == (set(), {5}, CHUNK)
     bring(run, 9, "b")
-    assert 9 in list_missing_chunks(pair.part.digests(), SIZE, CHUNK), "x has read that as well"
+    assert 9 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK), (
+        "x has read that as well"
+    )
     assert run.schedule._struck == 1 << 3 | 1 << 7 | 1 << 9
     assert not run.schedule._peers.is_out("b", 1e9), "it only gave what it had got"
     assert fake.told == [("c", "x")]

@@ -22,8 +22,8 @@ def test_proven_node_record_holds_the_last_proven_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "n2", "{}", '{"node": 5, "at": 1}'])
 def test_damaged_proven_node_record_is_none(tmp_path: Path, text: str) -> None:
     places = NodePaths(tmp_path)
-    places.proven.parent.mkdir(parents=True)
-    places.proven.write_text(text)
+    places.proven_node.parent.mkdir(parents=True)
+    places.proven_node.write_text(text)
     assert proven_node.find_proven_node(places) is None
 
 

@@ -279,7 +279,7 @@ def test_io_error_while_serving_a_chunk_marks_the_disk_as_suspect(
     async def fails(request: object) -> None:
         raise OSError(error, os.strerror(error))
 
-    counters = UploadCountWriter(staging_node.places.peer, 0.0)
+    counters = UploadCountWriter(staging_node.places.peer_counts, 0.0)
     service = server.PeerService(staging_node, KeyFileAuthenticator(b"k" * 64), counters, "n1")
     monkeypatch.setattr(service, "_answer", fails)
     request = SimpleNamespace(remote="n2", transport=None)

@@ -47,7 +47,7 @@ def test_silent_records_are_limited_and_expired_records_are_replaced(
     silent_nodes.record_silence(places, "n2", 60.0)
     silent_nodes.record_silence(places, "n3", 55.0 + SILENCE_LASTS)
     assert silent_nodes.list_silent_nodes(places, 55.0 + SILENCE_LASTS) == {"n2", "n3"}
-    assert len(list(places.unanswered.iterdir())) == 2
+    assert len(list(places.silent_nodes.iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../../etc/passwd", "-n", "n" * 64])
@@ -62,12 +62,12 @@ def test_silent_record_is_not_written_for_an_invalid_node_name(tmp_path: Path, n
 def test_damaged_silent_records_are_ignored_and_replaced(tmp_path: Path) -> None:
     places = NodePaths(tmp_path)
     silent_nodes.record_silence(places, "n1", 50.0)
-    (places.unanswered / "n1").write_text("")
-    (places.unanswered / "n2").mkdir()
-    os.mkfifo(places.unanswered / "n3")
-    (places.unanswered / "n4").symlink_to("n1")
-    (places.unanswered / "n5").write_bytes(b"\xff")
-    (places.unanswered / "n6").write_text("nan")
+    (places.silent_nodes / "n1").write_text("")
+    (places.silent_nodes / "n2").mkdir()
+    os.mkfifo(places.silent_nodes / "n3")
+    (places.silent_nodes / "n4").symlink_to("n1")
+    (places.silent_nodes / "n5").write_bytes(b"\xff")
+    (places.silent_nodes / "n6").write_text("nan")
     assert silent_nodes.list_silent_nodes(places, 50.0) == frozenset()
     for node in ("n1", "n2", "n3", "n4"):
         silent_nodes.record_silence(places, node, 50.0)

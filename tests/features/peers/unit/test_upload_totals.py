@@ -32,8 +32,8 @@ def test_upload_metrics_add_new_counts_to_the_stored_tally(tmp_path: Path) -> No
     kept = {"swept": 3, "given": {"since": 0.0, "bytes": 70}, "last_given": {"since": 1.0}}
     places.tally.parent.mkdir(parents=True)
     places.tally.write_bytes(msgspec.json.encode({"tally": kept, "seen": {}}))
-    places.peer.parent.mkdir(parents=True, exist_ok=True)
-    places.peer.write_bytes(msgspec.json.encode(UploadCounts(1.0, bytes=30)))
+    places.peer_counts.parent.mkdir(parents=True, exist_ok=True)
+    places.peer_counts.write_bytes(msgspec.json.encode(UploadCounts(1.0, bytes=30)))
     (family,) = (
         family
         for family in metrics.list_families(0, upload_totals.read_upload_totals(places))

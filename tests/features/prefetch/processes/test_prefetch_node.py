@@ -400,7 +400,7 @@ def test_prefetch_copies_an_evicted_image_again_if_a_job_had_used_the_entry(pass
         passes.tell(path)
         assert states(passes.run()) == ["copying"]
         (key,) = passes.site.keys()
-        passes.site.node.cache.touch(key, passes.clock.at + 30)  # as the Epilog of a job does
+        passes.site.node.cache.record_use(key, passes.clock.at + 30)  # as the Epilog of a job does
         passes.clock.at += 60
         passes.tell(path)
         passes.run()
@@ -480,7 +480,7 @@ def test_prefetch_evicts_no_recently_used_entry_from_a_full_cache(passes: Passes
     passes.tell(path)
     passes.run()
     assert passes.site.keys() == {used}
-    passes.site.node.cache.touch(used, NOW - 3600)
+    passes.site.node.cache.record_use(used, NOW - 3600)
     passes.run()
     assert passes.copies() == [path]
     assert len(passes.site.keys()) == 1
@@ -510,7 +510,7 @@ def test_job_that_requests_the_image_stops_its_prefetch_and_keeps_the_part(
     node = passes.site.node
     until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
     assert passes.copies() == []
-    assert node.cache.part(key).owner() is not None
+    assert node.cache.part(key).find_record() is not None
 
 
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ def begin_slowly(passes: Passes, monkeypatch: Patch) -> str:
     key = run_slowly(passes, monkeypatch)
 
     def begun() -> bool:
-        owner = passes.site.node.cache.part(key).owner()
+        owner = passes.site.node.cache.part(key).find_record()
         return owner is not None and owner.phase == "copying"
 
     until(begun, "the copy to begin")
@@ -575,7 +575,7 @@ def test_prefetch_copy_stops_if_the_leases_cannot_be_read(
     def fail(leases: LeaseDirectory) -> frozenset[str]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(LeaseDirectory, "keys", fail)
+    monkeypatch.setattr(LeaseDirectory, "leased_keys", fail)
     stop = threading.Event()
     with copy_queue.stop_when_requested(passes.site.node, "0" * 32, stop):
         assert stop.wait(HANGS)
@@ -586,7 +586,7 @@ def test_prolog_stops_a_prefetch_copy_without_a_bandwidth_limit(
     passes: Passes, monkeypatch: Patch, begins: str
 ) -> None:
     """Whatever it names; also if the pass saw a node without jobs a moment ago."""
-    called, real = passes.site.places.called("prolog"), stage_images.copy_images
+    called, real = passes.site.places.hook_call_mark("prolog"), stage_images.copy_images
 
     def late(*args: Any) -> StageReport:
         called.touch()
@@ -612,7 +612,7 @@ def test_requested_copy_stops_a_prefetch_copy_and_blocks_new_prefetches(
     node, image = passes.site.node, passes.site.look(Path(passes.image("job")))
     owner = PartRecord(1, boot_id(), image, MIB, "chunks", 7, 0.0, phase="copying", placed=True)
     with lock.held(node.cache.key_lock(image.key), 0):
-        node.cache.part(image.key).write_owner(owner)
+        node.cache.part(image.key).write_record(owner)
         until(lambda: lock.is_free(node.cache.key_lock(key)), "the end of the copy")
         assert passes.run().idle == prefetch_node.COPYING
     assert passes.copies() == []

@@ -35,7 +35,7 @@ def test_status_and_metrics_count_expected_images_and_unused_prefetched_entries(
     assert prefetched(site) is None
     names = ("new", "used", "held")
     new, used, held = (site.publish(site.image(name), expected=NOW - 99) for name in names)
-    site.node.cache.touch(used, NOW - 5)
+    site.node.cache.record_use(used, NOW - 5)
     site.lease(7, EntryUse(held))
     looks = tuple(
         ImageInspection(f"/{key}", 7, NOW, NOW - 99, key, 5 * G) for key in (new, used, "absent")

@@ -26,11 +26,11 @@ HOST = KEYS["prefetch.host"]
 )
 def test_prefetch_host_key_refuses_an_invalid_host_or_port(raw: object, what: str) -> None:
     with pytest.raises(ValueError, match=re.escape(what)):
-        HOST.read(raw)
+        HOST.parse_value(raw)
 
 
 def test_prefetch_host_key_of_digits_round_trips_through_yaml() -> None:
-    assert HOST.read(yaml.safe_load(HOST.show(HOST.read("0")))) == "0"
+    assert HOST.parse_value(yaml.safe_load(HOST.format_value(HOST.parse_value("0")))) == "0"
 
 
 @pytest.mark.parametrize(

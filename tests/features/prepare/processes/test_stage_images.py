@@ -112,7 +112,7 @@ def test_stage_command_exits_at_its_time_limit_and_the_copy_continues(site: Site
     (image,) = site.json("stage", "--within", "0", str(path), code=ExitStatus.NOT_FOUND)["images"]
     assert (image["result"], image["reason"]) == ("copying", "deadline")
     key = image["key"]
-    until(lambda: site.node.cache.image(key).exists(), "the copy")
+    until(lambda: site.node.cache.image_path(key).exists(), "the copy")
     until(lambda: lock.is_free(site.node.cache.key_lock(key)), "its end")
 
 

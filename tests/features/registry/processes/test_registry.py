@@ -78,7 +78,7 @@ def test_lease_acquired_after_the_epilog_is_released(
             return RequestResult(RequestOutcome("hit"), found)
 
     def report(outcomes: object) -> None:
-        held.write_text(f"{staging_node.leases.jobs()}")
+        held.write_text(f"{staging_node.leases.list_jobs()}")
 
     monkeypatch.setattr(registry, "_import_and_stage", answer)
     monkeypatch.setattr(registry, "FIRST_TASK_TIMEOUT", 0.0)
@@ -87,7 +87,7 @@ def test_lease_acquired_after_the_epilog_is_released(
         staging_node, msgspec.structs.replace(asking, step=0), asked, report
     )
     until(held.exists, "the lease")
-    until(lambda: not staging_node.leases.jobs(), "its end")
+    until(lambda: not staging_node.leases.list_jobs(), "its end")
     until(lambda: not list(staging_node.places.images.iterdir()), "the end of the place")
     assert held.read_text() == f"({asking.id},)"
 

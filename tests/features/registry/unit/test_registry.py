@@ -86,7 +86,7 @@ def test_importer_without_plugstack_conf_is_empty(tmp_path: Path) -> None:
 
 def stored(node: Node) -> Node:
     registry = msgspec.structs.replace(node.config.registry, store="/lustre/store")
-    return node.configured(registry=registry)
+    return node.with_config(registry=registry)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def readers(tmp_path: Path) -> ArrivalMap:
     part.image.write_bytes(b"a" * MIB + bytes(MIB))
     (tmp_path / "spot").mkdir()
     made = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, part.image.stat().st_ino)
-    made.arrived(0, MIB)
+    made.mark_arrived(0, MIB)
     return made
 
 
@@ -51,11 +51,11 @@ def test_bytes_are_not_used_if_their_mark_was_cleared_during_the_read(
     found: LocalImage, readers: ArrivalMap, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def there_and_back() -> None:
-        readers.forget(0)
-        readers.arrived(0, MIB)
+        readers.clear_arrived(0)
+        readers.mark_arrived(0, MIB)
 
     changes: dict[str, Callable[[], None]] = {
-        "forgotten": lambda: readers.forget(0),
+        "forgotten": lambda: readers.clear_arrived(0),
         "there and back": there_and_back,
         "dropped": found.drop,
     }
@@ -73,7 +73,7 @@ def test_arrival_marks_for_another_inode_are_not_used(
     found: LocalImage, readers: ArrivalMap, tmp_path: Path
 ) -> None:
     other = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, inode=1)
-    other.arrived(0, IMAGE.size)
+    other.mark_arrived(0, IMAGE.size)
     assert not found.has(0, 4096)
 
 
@@ -90,7 +90,7 @@ def test_arrival_marks_are_cleared_before_their_directory_is_deleted(
 def left(found: LocalImage) -> LocalImage:
     """A part of whose stager there is nothing else."""
     owner = PartRecord(1, "boot", IMAGE, MIB, "chunks", job=7, since=0.0)
-    found.cache.part(IMAGE.key).write_owner(owner)
+    found.cache.part(IMAGE.key).write_record(owner)
     found.cache.root.chmod(0o700)
     found.cache.prepare(require_mount=False)
     return found
@@ -109,7 +109,7 @@ def test_published_dropped_or_stopped_copy_is_not_abandoned(left: LocalImage, en
     if end == "published":
         left.cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
     elif end == "stopped":
-        left.cache.part(IMAGE.key).note_stopped()
+        left.cache.part(IMAGE.key).mark_stopped()
     else:
         left.cache.drop_part(IMAGE.key)
     left.look()
@@ -147,7 +147,7 @@ def test_entry_with_a_read_error_is_evicted_once(failing: LocalImage) -> None:
 
 def test_newer_copy_of_an_image_with_a_read_error_is_not_evicted(failing: LocalImage) -> None:
     failing.read(0, memoryview(bytearray(4096)))
-    copy = failing.cache.image(IMAGE.key)
+    copy = failing.cache.image_path(IMAGE.key)
     copy.rename(copy.with_name("old"))
     copy.write_bytes(bytes(IMAGE.size))
     failing.evict_spoilt()
