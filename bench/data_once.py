@@ -44,7 +44,9 @@ def main(directory: str, node_name: str, nodelist: str, uid: str) -> int:
         "SLURM_JOB_COMMENT": f"stage={directory}/",
     }
     job = Job.from_environ(environ)
-    (outcome,) = data.start_job_data(node, job, HookDeadlines.of(Clock(), 600.0, None), None)
+    (outcome,) = data.start_job_data(
+        node, job, HookDeadlines.from_seconds(Clock(), 600.0, None), None
+    )
     state, end = outcome.result, time.monotonic() + LONGEST
     while state in ("started", "looking", "copying") and time.monotonic() < end:
         time.sleep(0.05)

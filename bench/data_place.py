@@ -131,7 +131,7 @@ class DataBenchNode:
 
     def begin(self, job: int, tree: str) -> RequestOutcome:
         environ = self.node.environ(job, user=ALICE, comment=f"stage={self.node.shared / tree}/")
-        limit = HookDeadlines.of(Clock(), 600.0, None)
+        limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
         (outcome,) = data.start_job_data(self._bare(), Job.from_environ(environ), limit, None)
         assert outcome.result == "started", outcome
         return outcome
@@ -149,7 +149,7 @@ class DataBenchNode:
     def show(self, job: int) -> str:
         """The block device that a step of the job is shown."""
         environ = self.node.environ(job, user=ALICE)
-        limit = HookDeadlines.of(Clock(), 600.0, None)
+        limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
         shown = data.show_job_data(self._bare(), Job.from_environ(environ), limit, None)
         assert shown.lines, shown.outcomes
         return shown.lines[0][1]

@@ -60,7 +60,9 @@ class Dirs:
         """The outcomes of what went wrong, or was begun."""
         more = {} if restart is None else {"SLURM_RESTART_COUNT": str(restart)}
         asked = self.job(job, comment, user, **more)
-        return data.start_job_data(self.on, asked, HookDeadlines.of(Clock(), seconds, None), None)
+        return data.start_job_data(
+            self.on, asked, HookDeadlines.from_seconds(Clock(), seconds, None), None
+        )
 
     def step(
         self,
@@ -71,9 +73,9 @@ class Dirs:
         refusal: Declined | None = None,
     ) -> StepPart:
         asked = self.job(job, "", user, SLURM_STEP_ID="0")
-        limit = HookDeadlines.of(Clock(), 60.0, None)
+        limit = HookDeadlines.from_seconds(Clock(), 60.0, None)
         until = type(limit.end).after(fill, Clock())
-        limit = msgspec.structs.replace(limit, fill=until, progress=progress)
+        limit = msgspec.structs.replace(limit, fill=until, on_data_wait=progress)
         return data.show_job_data(self.on, asked, limit, refusal)
 
     @contextlib.contextmanager

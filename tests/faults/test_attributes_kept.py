@@ -144,7 +144,7 @@ def show(node: Node) -> data.StepPart:
     config = load_config(node.places.etc).for_partition("batch")
     bare = Bare(config, node.places, node.cache, node.leases, Clock())
     job = Job.from_environ(node.environ(1))
-    return data.show_job_data(bare, job, HookDeadlines.of(Clock(), 600.0, None), None)
+    return data.show_job_data(bare, job, HookDeadlines.from_seconds(Clock(), 600.0, None), None)
 
 
 @pytest.mark.parametrize("change", [_in_place, _replaced, _removed])

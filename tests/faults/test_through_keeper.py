@@ -234,7 +234,7 @@ def test_failing_keeper_ends_and_never_continues_as_its_hook(
             if os.getpid() != me:
                 (tmp_path / "came-back").touch()
 
-    monkeypatch.setattr(Keeper, "_keep", fail)
+    monkeypatch.setattr(Keeper, "_run_until_unmounted", fail)
     assert Aside(start).ended() == 0
     until(lambda: len(through.living()) == 1, "the keeper's end")
     assert not (tmp_path / "came-back").exists()
@@ -246,7 +246,7 @@ def test_hook_ends_if_server_and_keeper_are_killed_before_an_answer(
     """Who waits for a FUSE beyond all signals must not be who holds its /dev/fuse."""
     path, asked = leased(node), tmp_path / "asked"
     node.cache.prepare(require_mount=False)
-    take = ReadServer._take
+    take = ReadServer._dispatch_request
 
     def answer_no_open(self: ReadServer, slot: memoryview) -> None:
         request = fuse.parse_request(slot)
@@ -255,7 +255,7 @@ def test_hook_ends_if_server_and_keeper_are_killed_before_an_answer(
         else:
             asked.touch()
 
-    monkeypatch.setattr(ReadServer, "_take", answer_no_open)
+    monkeypatch.setattr(ReadServer, "_dispatch_request", answer_no_open)
     hook = Aside(lambda: keeper.start_keeper(task(here(node), opened(path))))
     until(asked.exists, "the kernel to ask")
     ((_, state),) = list_keepers(node.places.through)

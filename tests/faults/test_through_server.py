@@ -99,7 +99,9 @@ def test_server_that_always_fails_is_restarted_at_a_bounded_rate(
     log = tmp_path / "log"
 
     def fail(self: ReadServer) -> None:
-        until(lambda: self.common.settled, "the file to be known")  # else there is none to serve
+        until(
+            lambda: self.shared_state.settled, "the file to be known"
+        )  # else there is none to serve
         with log.open("ab") as file:
             file.write(b".")
         raise RuntimeError("as a test wants it")
@@ -107,7 +109,7 @@ def test_server_that_always_fails_is_restarted_at_a_bounded_rate(
     monkeypatch.setattr(keeper_process, "BURST", 5)
     monkeypatch.setattr(keeper_process, "EACH", 1e9)
     monkeypatch.setattr(keeper_process, "SILENT", HANGS)  # none is killed before it has its dot
-    monkeypatch.setattr(ReadServer, "_watch", fail)
+    monkeypatch.setattr(ReadServer, "_run_main_loop", fail)
     through = shown(lay=False)
     until(
         lambda: log.exists() and log.stat().st_size == 6, "the first server and five others to end"
@@ -120,12 +122,12 @@ def test_server_that_dies_once_the_file_is_readable_is_replaced(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the probe, which has nothing left to do, still lives."""
-    first, watch, settle = tmp_path / "first", ReadServer._watch, Keeper._settle
+    first, watch, settle = tmp_path / "first", ReadServer._run_main_loop, Keeper._open_file_once
 
     def end_first(self: ReadServer) -> None:
         if not first.exists():
             first.touch()
-            until(lambda: self.common.settled, "the file to be known")
+            until(lambda: self.shared_state.settled, "the file to be known")
             os._exit(1)
         watch(self)
 
@@ -133,8 +135,8 @@ def test_server_that_dies_once_the_file_is_readable_is_replaced(
         settle(self)
         until(lambda: not servers_of(os.getppid()), "the first server's end")
 
-    monkeypatch.setattr(ReadServer, "_watch", end_first)
-    monkeypatch.setattr(Keeper, "_settle", settle_late)
+    monkeypatch.setattr(ReadServer, "_run_main_loop", end_first)
+    monkeypatch.setattr(Keeper, "_open_file_once", settle_late)
     assert shows(shown().path, source_bytes())
 
 

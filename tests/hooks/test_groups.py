@@ -98,7 +98,7 @@ def of_alice(node: Node, comment: str, **changes: object) -> tuple[Bare, Job]:
 def show(node: Node, groups: tuple[int, ...]) -> data.StepPart:
     """What a step is shown that has these groups."""
     bare, job = of_alice(node, "", groups=groups, of_step=True)
-    limit = HookDeadlines.of(Clock(), 600.0, 600.0)
+    limit = HookDeadlines.from_seconds(Clock(), 600.0, 600.0)
     return data.show_job_data(bare, msgspec.structs.replace(job, step=0), limit, None)
 
 
@@ -110,7 +110,9 @@ def test_directory_readable_only_in_a_step_is_copied_then(
     (spank.server / "proj/set").chmod(0o750)
     path = f"{spank.shared}/proj/set/"
     prolog = of_alice(spank, f"stage={path}", groups=(ALICE.gid,))
-    (started,) = data.start_job_data(*prolog, HookDeadlines.of(Clock(), 600.0, None), None)
+    (started,) = data.start_job_data(
+        *prolog, HookDeadlines.from_seconds(Clock(), 600.0, None), None
+    )
     assert started.result == "started"
     tree = until(
         lambda: (found := data_view.read_job_data(spank.leases, 7).trees[path]).reason and found,

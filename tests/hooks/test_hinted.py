@@ -119,7 +119,7 @@ def counted(node: Node) -> EventTally:
     found = EventTally()
     for event in read_events(node.places.events):
         if event.job == 1:
-            found.add(event)
+            found.add_event(event)
     return found
 
 

@@ -71,7 +71,7 @@ PIECES = {
     "Slurm asked about leases": "forestage.commands.sweep:list_stale_leases",
     "keepers looked at": "forestage.views.through.keeper_cleanup:list_hanging_keepers",
     "earlier caches found": "forestage.cache.earlier_caches:list_earlier_caches",
-    "dead parts deleted": "forestage.commands.sweep:_SweepRun.dead_parts",
+    "dead parts deleted": "forestage.commands.sweep:_SweepRun.delete_dead_parts",
     "entries due": "forestage.commands.sweep:list_due_entries",
     "sweep noted": "forestage.commands.sweep:record_sweep_time",
     "users' events forgotten": "forestage.events.user_files:remove_idle_users",

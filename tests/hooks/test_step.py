@@ -501,7 +501,7 @@ def test_step_with_a_failing_cache_is_answered_leave(spank: Node) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "is_served"),
-    [(origins, "read_known_caches", False), (HookRun, "report", True)],
+    [(origins, "read_known_caches", False), (HookRun, "record_outcomes", True)],
 )
 def test_unexpected_exception_in_a_step_answers_leave_or_keeps_the_given_answer(
     spank: Node,

@@ -104,7 +104,7 @@ def looked_at(nvme: Path) -> dict[str, Any]:
     with Boot.told_by(TOP / "boot_id"):
         done = sweep.run_sweep(node, SlurmClient("", ""), False, lambda text: None)
         swept = {one.key: one.result for one in done.verified}
-        manner = verify.VerifyOptions(no_source="the source is in the machine")
+        manner = verify.VerifyOptions(source_skip_reason="the source is in the machine")
         again = verify.verify_entries(
             node, inventory.read_inventory(node).items, False, lambda text: None, manner
         )

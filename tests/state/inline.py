@@ -163,7 +163,7 @@ def _start(task: CopyTask) -> StartChannel:
         opened = task.opened
         if opened.descriptor_socket is not None:  # the hook keeps its own, as after a fork
             opened = replace(opened, descriptor_socket=opened.descriptor_socket.dup())
-        task = replace(task, opened=opened).received()
+        task = replace(task, opened=opened).with_descriptor()
         hook = StartChannel(theirs)
         try:
             with lock.held(task.node.cache.key_lock(task.key), 0):

@@ -42,16 +42,16 @@ class Watched(HookRun):
     outcomes: tuple[Outcome, ...] = ()
     given: tuple[str, ...] = ()
 
-    def report(
+    def record_outcomes(
         self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
     ) -> None:
         self.outcomes = tuple(outcomes)
-        super().report(job, outcomes, places, clock)
+        super().record_outcomes(job, outcomes, places, clock)
 
-    def answer(self, *fields: str) -> None:
+    def write_answer(self, *fields: str) -> None:
         self.given = self.given or fields
 
-    def say(self, text: str) -> None:
+    def write_log_line(self, text: str) -> None:
         """Not to the machine's log."""
 
 

@@ -217,7 +217,7 @@ def _list_findings(
     yield from _list_slurm_findings(files, found, used, settings, target.clock)
     config, conf = settings.config, None if site is None else site.conf
     covered = slurm_conf_findings.read_covered_paths(files, conf)
-    yield from covered.findings()
+    yield from covered.list_findings()
     yield "the cache"
     origin = of_settings.locate_config_file(settings, target.places, "cache")
     yield from cache_findings.list_findings(
@@ -247,7 +247,7 @@ def _find_site(files: RootedTree, target: CheckTarget) -> SlurmSite | CheckFindi
 def _list_slurm_findings(
     files: RootedTree,
     site: SlurmSite | CheckFinding,
-    used: EventLogFacts,
+    log_facts: EventLogFacts,
     settings: LoadedConfig,
     clock: Clock,
 ) -> Iterator[CheckFinding]:
@@ -256,6 +256,6 @@ def _list_slurm_findings(
         return
     yield from slurm_conf_findings.list_findings(site.conf, settings)
     yield from plugstack_findings.list_findings(files, site, settings)
-    yield from hook_findings.list_findings(files, site, used, clock.wall())
+    yield from hook_findings.list_findings(files, site, log_facts, clock.wall())
     if site.stack.pyxis is not None:
         yield from pyxis_findings.list_findings(files, site.stack.pyxis)

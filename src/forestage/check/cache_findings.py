@@ -34,8 +34,8 @@ _QUOTA_OPTIONS = {
 def list_findings(
     files: RootedTree,
     config: Config,
-    hidden: tuple[str, ...],
-    used: EventLogFacts,
+    covered_paths: tuple[str, ...],
+    log_facts: EventLogFacts,
     origin: str,
     now: float,
 ) -> Iterator[CheckFinding]:
@@ -45,20 +45,20 @@ def list_findings(
     sets `cache:`.
     """
     yield from _list_wrong_bytes_findings(
-        event for event in used.bad.values() if now - event.time < RECENT_SECONDS
+        event for event in log_facts.bad_entries.values() if now - event.time < RECENT_SECONDS
     )
     real = files.resolve_paths((config.cache,))[config.cache]
     yield from _list_earlier_cache_findings(files, real)
     under = files.find_mount(real)
     if under is None:
         return
-    yield from _list_file_system_findings(config, under, hidden, real, origin)
+    yield from _list_file_system_findings(config, under, covered_paths, real, origin)
     if _is_disk_unmounted(under, config) or under.is_remote:
         return
     if other := _find_other_disk_finding(files, under, real):
         yield other
         return
-    yield from _list_cache_findings(files, config, real, used.images, origin, now)
+    yield from _list_cache_findings(files, config, real, log_facts.images, origin, now)
 
 
 def _list_wrong_bytes_findings(found: Iterable[EventRecord]) -> Iterator[CheckFinding]:
@@ -139,11 +139,15 @@ def _list_earlier_cache_findings(files: RootedTree, real: str) -> Iterator[Check
 
 
 def _list_file_system_findings(
-    config: Config, under: MountInfo, hidden: tuple[str, ...], real: str, origin: str
+    config: Config,
+    mount: MountInfo,
+    covered_paths: tuple[str, ...],
+    resolved_cache: str,
+    origin: str,
 ) -> Iterator[CheckFinding]:
     """The file system `under` the cache, which lies at `real`."""
     line = f"{origin}: cache: /mnt/nvme/forestage"
-    if _is_disk_unmounted(under, config):
+    if _is_disk_unmounted(mount, config):
         yield CheckFinding(
             "cache-not-mounted",
             "critical",
@@ -153,8 +157,8 @@ def _list_file_system_findings(
             f" to be there, {origin}: require_mount: false)",
         )
         return
-    for above in hidden:
-        if f"{real}/".startswith(f"{above.rstrip('/')}/"):
+    for above in covered_paths:
+        if f"{resolved_cache}/".startswith(f"{above.rstrip('/')}/"):
             yield CheckFinding(
                 "cache-hidden",
                 "critical",
@@ -163,30 +167,30 @@ def _list_file_system_findings(
                 line,
             )
             break
-    if under.is_read_only:
+    if mount.is_read_only:
         yield CheckFinding(
             "cache-read-only",
             "critical",
-            f"{under.point} is mounted read-only",
+            f"{mount.point} is mounted read-only",
             "Nothing is staged; ext4 goes read-only when its disk fails: see `dmesg`",
-            f"mount -o remount,rw {under.point} (after fsck, if it failed)",
+            f"mount -o remount,rw {mount.point} (after fsck, if it failed)",
         )
-    if under.is_remote:
+    if mount.is_remote:
         yield CheckFinding(
             "cache-on-network",
             "critical",
-            f"{config.cache} lies on {under.kind} ({under.source}), which is no disk of this node",
+            f"{config.cache} lies on {mount.kind} ({mount.source}), which is no disk of this node",
             "Nothing is staged: copies would go through the network twice, and nodes evict what"
             " others' jobs read",
             line,
         )
         return
     # Whether or not there is a limit for anybody.
-    if any(one.partition("=")[0] in _QUOTA_OPTIONS for one in under.options):
+    if any(one.partition("=")[0] in _QUOTA_OPTIONS for one in mount.options):
         yield CheckFinding(
             "cache-quota",
             "warning",
-            f"{under.point} has quotas for users or groups; a copy belongs to its image's owner",
+            f"{mount.point} has quotas for users or groups; a copy belongs to its image's owner",
             "A copy counts against its owner's quota there, also after the job: what they write may"
             " fail (EDQUOT)",
             f"{origin}: cache: on a file system without quotas for users and groups (those for"

@@ -72,7 +72,7 @@ def _list_partition_findings(
 def _list_wait_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[CheckFinding]:
     longest = (
         CONTAINED_LAUNCH_TIMEOUT
-        if conf.has("slurmdparameters", "contain_spank")
+        if conf.has_flag("slurmdparameters", "contain_spank")
         else LAUNCH_TIMEOUT
     )
     for name, config in settings.list_configs():

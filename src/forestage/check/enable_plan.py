@@ -77,7 +77,7 @@ class SlurmChangePlan(msgspec.Struct):
     disk: list[LineChange] = []
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self.lines or self.links or self.unlinks)
 
 
@@ -131,7 +131,7 @@ def list_disk_lines(site: SlurmSite, disk: CacheDisk) -> list[LineChange]:
     None where the site has a way of its own: Slurm knows one TmpFS, and the name is the site's.
     """
     settings = site.conf.settings
-    types = site.conf.flags("grestypes")
+    types = site.conf.list_flags("grestypes")
     if "tmpfs" in settings or GRES_NAME in types:
         return []
     gres = str(Path(site.conf.path).with_name("gres.conf"))
@@ -152,7 +152,7 @@ def _plan_hook(plan: SlurmChangePlan, site: SlurmSite, hook: HookSetup) -> None:
         f"{one.what}, which drains nodes: {one.change}" for one in sites.list_broken_scripts(hook)
     ]
     way = sites.choose_installation(hook)
-    if not hook.usable:
+    if not hook.is_executable:
         plan.refusals.append(
             f"{hook.path} is missing or cannot be executed: install forestage again"
         )
@@ -184,11 +184,13 @@ def plan_disable(site: SlurmSite) -> SlurmChangePlan:
     """Pure: what takes out all that leads Slurm to us."""
     plan = SlurmChangePlan()
     for hook in site.hooks:
-        for pattern in hook.patterns:
+        for pattern in hook.settings:
             _plan_script_removal(plan, hook, pattern)
     includes = site.stack.includes
     named = [
-        one.line for one in site.stack.plugins if one.ours and one.line.included_by not in includes
+        one.line
+        for one in site.stack.plugins
+        if one.is_companion and one.line.included_by not in includes
     ]
     plan.lines += [_make_removal(one) for one in (*includes, *named)]
     _add_configless_note(plan, site)
@@ -220,7 +222,7 @@ def _make_removal(line: ConfLine) -> LineChange:
 
 
 def _add_configless_note(plan: SlurmChangePlan, site: SlurmSite) -> None:
-    if site.conf.configless:
+    if site.conf.is_configless:
         plan.notes.append(
             f"{site.conf.path} comes from slurmctld (configless): change the file there."
         )
@@ -327,7 +329,7 @@ def format_plan(plan: SlurmChangePlan, done: bool, enabling: bool) -> list[Outpu
         shown.append(TextLine(DISABLE_NOTE))
     shown += [TextLine(note) for note in plan.notes]
     shown += [TextLine(f"Refused: {why}") for why in plan.refusals]
-    if plan.refusals or plan.empty:
+    if plan.refusals or plan.is_empty:
         end = "Nothing was done." if plan.refusals else "There is nothing to change."
         return [*shown, TextLine(end)]
     if enabling:

@@ -19,21 +19,21 @@ class ImageUse(msgspec.Struct):
     """An image: how often jobs asked for it, and its bytes."""
 
     path: str
-    times: int = 0
+    requests: int = 0
     size: int = 0
 
 
 class EventLogFacts(msgspec.Struct, frozen=True):
     """`images`, most used first; when each of our hooks ran last, by its name in lower case.
 
-    `hung`: when paths that jobs named were asked in vain that have not answered since. `bad`: by
-    key, what was last found wrong of an entry.
+    `hung_paths`: when paths that jobs named were asked in vain that have not answered since.
+    `bad_entries`: by key, what was last found wrong of an entry.
     """
 
     images: tuple[ImageUse, ...]
     hooks: dict[str, float]
-    hung: dict[str, float] = {}
-    bad: dict[str, EventRecord] = {}
+    hung_paths: dict[str, float] = {}
+    bad_entries: dict[str, EventRecord] = {}
 
 
 def read_event_log_facts(places: NodePaths) -> EventLogFacts:
@@ -53,7 +53,7 @@ def read_event_log_facts(places: NodePaths) -> EventLogFacts:
                 hung |= {outcome.request: event.time} if outcome.reason == HANG_REASON else {}
             if isinstance(outcome, RequestOutcome) and outcome.image:
                 used = images.setdefault(outcome.image, ImageUse(outcome.image))
-                used.times += 1
+                used.requests += 1
                 used.size = outcome.size or used.size
-    most_used = sorted(images.values(), key=lambda used: (-used.times, used.path))
+    most_used = sorted(images.values(), key=lambda used: (-used.requests, used.path))
     return EventLogFacts(tuple(most_used), hooks, hung, bad)

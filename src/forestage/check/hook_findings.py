@@ -28,7 +28,7 @@ INTERPRETER_TIMEOUT = 20.0  # seconds for the interpreter, on a node that is bus
 
 
 def list_findings(
-    files: RootedTree, site: SlurmSite, uses: EventLogFacts, now: float
+    files: RootedTree, site: SlurmSite, log_facts: EventLogFacts, now: float
 ) -> Iterator[CheckFinding]:
     """Looks at the scripts, and starts the interpreters of ours once each."""
     for hook in site.hooks:
@@ -36,9 +36,9 @@ def list_findings(
     for hook in site.hooks:
         # A script of the site may call ours in a way that is not seen here; but without any
         # line in slurm.conf nothing can, whatever has run before the line was taken out.
-        ran = uses.hooks.get(hook.name.lower(), 0.0)
-        called = bool(hook.patterns) and now - ran < RECENT_RUN_SECONDS
-        if not called and not any(script.ours for script in hook.scripts):
+        ran = log_facts.hooks.get(hook.name.lower(), 0.0)
+        called = bool(hook.settings) and now - ran < RECENT_RUN_SECONDS
+        if not called and not any(script.is_ours for script in hook.scripts):
             yield _make_absent_finding(site, hook)
     if lacks_pdeathsig(files):  # so no program of ours can be started
         yield CheckFinding(
@@ -51,7 +51,7 @@ def list_findings(
         )
         return
     scripts = [script for hook in site.hooks for script in hook.scripts]
-    ours = [one.path for one in scripts if one.ours and one.state == "fine"]
+    ours = [one.path for one in scripts if one.is_ours and one.state == "fine"]
     for path in _list_interpreters(files, ours):
         if trouble := _find_interpreter_problem(files, path):
             yield CheckFinding(
@@ -108,7 +108,7 @@ def _find_interpreter_problem(files: RootedTree, path: str) -> str:
 
 def _list_broken_findings(hook: HookSetup) -> Iterator[CheckFinding]:
     risk = f"Slurm takes it for a failed {hook.name} and drains the node at its next job"
-    for pattern in hook.patterns:
+    for pattern in hook.settings:
         if not pattern.scripts:
             line, where = f"{hook.name}={pattern.setting.value}", pattern.setting.line.where
             link = f"{pattern.path.rpartition('/')[0]}/{LINK_NAME}"

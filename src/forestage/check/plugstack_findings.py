@@ -53,7 +53,7 @@ def resolve_auto_redirects(
 
 def _read_companion_presence(files: RootedTree, site: SlurmSite | None) -> CompanionPresence:
     """Return whether Slurm would load the companion, as far as its files can be read."""
-    if site is None or (site.stack.broken and not site.stack.companion):
+    if site is None or (site.stack.read_error and not site.stack.companion):
         return "unknown"
     ours = site.stack.companion
     return (
@@ -71,7 +71,7 @@ def list_findings(
     everywhere = settings.list_configs()
     yield from _list_read_through_findings(files, everywhere)
     yield from list_stack_findings(files, site)
-    if ours is None and not stack.broken:
+    if ours is None and not stack.read_error:
         line = f"{stack.file}: {_format_companion_line(site)}, before pyxis"
         by_default = settings.origins["redirect"] == DEFAULT
         if not stack.includes and settings.config.redirect == "bind" and by_default:
@@ -97,13 +97,13 @@ def list_stack_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFin
     """What is wrong with plugstack.conf as it is, whatever the configuration says."""
     stack = site.stack
     ours, pyxis = stack.companion, stack.pyxis
-    if stack.broken:  # the companion may be named in what could not be read
+    if stack.read_error:  # the companion may be named in what could not be read
         yield _make_unread_finding(stack)
     elif ours is None and stack.includes:
         yield _make_unmatched_finding(files, site)
     if ours:
         yield from _list_companion_findings(files, site, ours)
-        if pyxis and (late := stack.late):
+        if pyxis and (late := stack.misplaced_line):
             # How a line that says `required` is to read, that finding says.
             is_changed = late is ours.line and ours.line.required
             line = f"line {late.first}" if is_changed else f"`{late.text}`"
@@ -247,9 +247,9 @@ def list_login_findings(files: RootedTree, site: SlurmSite) -> Iterator[CheckFin
     Nothing else of forestage has to be there, and no slurmd: the release is not compared.
     """
     ours = site.stack.companion
-    if site.stack.broken:
+    if site.stack.read_error:
         yield _make_unread_finding(site.stack)
-    if ours is None and site.stack.broken:
+    if ours is None and site.stack.read_error:
         return
     if ours is None or not ours.exists:
         yield CheckFinding(
@@ -277,7 +277,7 @@ def _make_unread_finding(stack: PluginStack) -> CheckFinding:
     return CheckFinding(
         "plugstack-conf",
         "unknown",
-        stack.broken,
+        stack.read_error,
         "Which plugins Slurm loads is not known"
         + ("" if stack.companion else f"; where slurmd has loaded the companion {AUTO_IS_NONE}"),
         f"make what {stack.file} includes readable for root, and its includes end",

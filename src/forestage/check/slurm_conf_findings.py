@@ -37,7 +37,7 @@ def list_findings(conf: ParsedSlurmConf, settings: LoadedConfig) -> Iterator[Che
     yield from list_flag_findings(conf)
     yield from _list_timeout_findings(conf)
     yield from _list_deadline_findings(conf, settings)
-    if conf.has("slurmdparameters", "contain_spank"):
+    if conf.has_flag("slurmdparameters", "contain_spank"):
         yield CheckFinding(
             "contain-spank",
             "warning",
@@ -57,7 +57,7 @@ def compute_launch_limit(conf: dict[str, str]) -> float:
 
 def list_flag_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
     """Pure: what PrologFlags lacks, and what it should not have."""
-    lacks = conf.lacks_flags
+    lacks = conf.missing_flags
     line = f"{conf.path}: {conf.wanted_prolog_flags}"
     if "alloc" in lacks:
         yield CheckFinding(
@@ -156,7 +156,9 @@ def _format_longer_timeouts(conf: ParsedSlurmConf, seconds: float) -> str:
     if compute_launch_limit(conf.settings) < seconds:
         change.append(f"BatchStartTimeout={wanted}")
         if compute_launch_limit({**conf.settings, "batchstarttimeout": str(wanted)}) < seconds:
-            others = [f for f in conf.flags("authinfo") if not f.lower().startswith("cred_expire=")]
+            others = [
+                f for f in conf.list_flags("authinfo") if not f.lower().startswith("cred_expire=")
+            ]
             change.append(f"AuthInfo={','.join([*others, f'cred_expire={wanted}'])}")
     drains = timeouts.compute_limits(conf.settings).node_drained_after
     if drains is not None and drains < seconds:
@@ -170,7 +172,7 @@ class CoveredPaths(msgspec.Struct, frozen=True):
     paths: tuple[str, ...] = ()
     why: str = ""
 
-    def findings(self) -> Iterator[CheckFinding]:
+    def list_findings(self) -> Iterator[CheckFinding]:
         """Return what is said where its file cannot be read. Pure."""
         if self.why:
             yield CheckFinding(

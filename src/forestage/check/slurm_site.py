@@ -82,27 +82,29 @@ class ParsedSlurmConf(msgspec.Struct, frozen=True):
         return {one.name: one.value for one in self.lines}
 
     @property
-    def configless(self) -> bool:
+    def is_configless(self) -> bool:
         """Whether slurmd writes this file itself, from what slurmctld sends."""
         return "/run/slurm/conf/" in self.path or "/conf-cache/" in self.path
 
-    def flags(self, name: str) -> list[str]:
+    def list_flags(self, name: str) -> list[str]:
         return [flag.strip() for flag in self.settings.get(name, "").split(",") if flag.strip()]
 
     @property
     def prolog_flags(self) -> set[str]:
         """PrologFlags in lower case, with those that others imply."""
-        return _with_implied_flags(self.flags("prologflags"))
+        return _with_implied_flags(self.list_flags("prologflags"))
 
     @property
     def wanted_prolog_flags(self) -> str:
         """The line with the flags that forestage wants, the site's others kept."""
-        flags = [one for one in self.flags("prologflags") if one.lower() not in _UNWANTED_FLAGS]
+        flags = [
+            one for one in self.list_flags("prologflags") if one.lower() not in _UNWANTED_FLAGS
+        ]
         flags += [one for one in self._wanted if one.lower() not in _with_implied_flags(flags)]
         return f"PrologFlags={','.join(flags)}"
 
     @property
-    def lacks_flags(self) -> set[str]:
+    def missing_flags(self) -> set[str]:
         """Of the flags that forestage wants those that are not set, in lower case."""
         return {one.lower() for one in self._wanted} - self.prolog_flags
 
@@ -115,7 +117,7 @@ class ParsedSlurmConf(msgspec.Struct, frozen=True):
     def _wanted(self) -> tuple[str, ...]:
         return ("Alloc",) if self.is_old else ("Alloc", "DeferBatch")
 
-    def hook_path(self, value: str) -> str:
+    def resolve_hook_path(self, value: str) -> str:
         """Return what slurmd runs for a value of Prolog= or Epilog=. Pure.
 
         An older Slurm looks for a relative one in slurmd's own directory, finds none, and drains.
@@ -124,8 +126,8 @@ class ParsedSlurmConf(msgspec.Struct, frozen=True):
             return value
         return str(Path(self.path).parent / value)
 
-    def has(self, name: str, flag: str) -> bool:
-        return flag.lower() in (one.lower() for one in self.flags(name))
+    def has_flag(self, name: str, flag: str) -> bool:
+        return flag.lower() in (one.lower() for one in self.list_flags(name))
 
 
 class HookScript(msgspec.Struct, frozen=True):
@@ -141,38 +143,38 @@ class HookScript(msgspec.Struct, frozen=True):
     relation: ScriptRelation
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.relation != "other"
 
 
 class HookSetting(msgspec.Struct, frozen=True):
     """One `Prolog=` or `Epilog=` of slurm.conf, and the scripts that it stands for.
 
-    `path` is what it means, in full; `directory`: whether the directory of a glob is there.
+    `path` is what it means, in full; `has_directory`: whether the directory of a glob is there.
     """
 
     setting: ConfSetting
     path: str
     is_glob: bool
-    directory: bool
+    has_directory: bool
     scripts: tuple[HookScript, ...]
 
 
 class HookSetup(msgspec.Struct, frozen=True):
-    """Our hook of a name, and what slurm.conf has for that name. `usable`: it can be executed."""
+    """Our hook of a name, and what slurm.conf has for that name. `is_executable`: it can be executed."""
 
     name: HookName
     path: str
-    usable: bool
-    patterns: tuple[HookSetting, ...]
+    is_executable: bool
+    settings: tuple[HookSetting, ...]
 
     @property
-    def globs(self) -> tuple[HookSetting, ...]:
-        return tuple(one for one in self.patterns if one.is_glob)
+    def glob_settings(self) -> tuple[HookSetting, ...]:
+        return tuple(one for one in self.settings if one.is_glob)
 
     @property
     def scripts(self) -> tuple[HookScript, ...]:
-        return tuple(script for pattern in self.patterns for script in pattern.scripts)
+        return tuple(script for pattern in self.settings for script in pattern.scripts)
 
 
 class BrokenHookScript(msgspec.Struct, frozen=True):
@@ -202,11 +204,11 @@ class StackPlugin(msgspec.Struct, frozen=True):
     exists: bool
 
     @property
-    def ours(self) -> bool:
+    def is_companion(self) -> bool:
         return Path(self.path).name == "forestage.so"
 
     @property
-    def pyxis(self) -> bool:
+    def is_pyxis(self) -> bool:
         return "pyxis" in Path(self.path).name
 
 
@@ -220,18 +222,18 @@ class PluginStack(msgspec.Struct, frozen=True):
     file: str
     plugins: tuple[StackPlugin, ...]
     includes: tuple[plugstack.IncludeLine, ...] = ()
-    broken: str = ""
+    read_error: str = ""
 
     @property
     def companion(self) -> StackPlugin | None:
-        return next((one for one in self.plugins if one.ours), None)
+        return next((one for one in self.plugins if one.is_companion), None)
 
     @property
     def pyxis(self) -> StackPlugin | None:
-        return next((one for one in self.plugins if one.pyxis), None)
+        return next((one for one in self.plugins if one.is_pyxis), None)
 
     @property
-    def late(self) -> ConfLine | None:
+    def misplaced_line(self) -> ConfLine | None:
         """The line that loads the companion, where that comes after pyxis: it is to come before.
 
         A step's image must be redirected before pyxis opens it. Of a companion that is included by
@@ -260,8 +262,8 @@ class SlurmSite(msgspec.Struct, frozen=True):
 def read_site(files: RootedTree, path: str) -> SlurmSite:
     """The site whose slurm.conf is `path`. Raises Failed where any of it cannot be read."""
     found = _make_site(files, parse_slurm_conf(files, path))
-    if found.stack.broken:
-        raise Failed("slurm-conf", found.stack.broken)
+    if found.stack.read_error:
+        raise Failed("slurm-conf", found.stack.read_error)
     return found
 
 
@@ -328,7 +330,7 @@ def _read_hook_setup(files: RootedTree, conf: ParsedSlurmConf, name: HookName) -
     path = HOOK_PATHS[name]
     named = (one for one in conf.lines if one.name == name.lower() and one.value)
     patterns = tuple(
-        _read_hook_setting(files, one, conf.hook_path(one.value), path) for one in named
+        _read_hook_setting(files, one, conf.resolve_hook_path(one.value), path) for one in named
     )
     return HookSetup(name, path, _read_script_state(files, path) == "fine", patterns)
 
@@ -386,7 +388,7 @@ def list_broken_scripts(hook: HookSetup) -> Iterator[BrokenHookScript]:
         "missing": "not there",
         "not-executable": "no program that can be executed",
     }
-    for pattern in hook.patterns:
+    for pattern in hook.settings:
         line = f"{hook.name}={pattern.setting.value}"
         for script in pattern.scripts:
             if script.state != "fine":
@@ -398,23 +400,23 @@ def _format_repair(hook: HookSetup, pattern: HookSetting, script: HookScript) ->
     where, line = pattern.setting.line.where, f"{hook.name}={pattern.setting.value}"
     if script.state == "not-executable":
         return f"chmod 0755 {script.path} (or take it out of that directory)"
-    if script.relation == "hook" and not hook.usable:
+    if script.relation == "hook" and not hook.is_executable:
         return f"install forestage's package again (or {where}: without {line})"
     if pattern.is_glob:
-        return f"ln -sfn {hook.path} {script.path}" if script.ours else f"rm {script.path}"
-    if script.ours:
+        return f"ln -sfn {hook.path} {script.path}" if script.is_ours else f"rm {script.path}"
+    if script.is_ours:
         return f"{where}: {hook.name}={hook.path}"
     return f"{where}: without {line}"
 
 
 def choose_installation(hook: HookSetup) -> HookInstallation:
     """Pure: a link where slurm.conf names a directory's files; the site's own scripts stay."""
-    ours = next((one.path for one in hook.scripts if one.ours), "")
+    ours = next((one.path for one in hook.scripts if one.is_ours), "")
     if ours:
         return HookInstallation("there", ours)
-    if hook.globs:
-        return _choose_link(hook.globs[0])
-    others = [one for one in hook.patterns if one.scripts[0].state == "fine"]
+    if hook.glob_settings:
+        return _choose_link(hook.glob_settings[0])
+    others = [one for one in hook.settings if one.scripts[0].state == "fine"]
     if not others:
         return HookInstallation("line", f"{hook.name}={hook.path}")
     other = others[0].setting
@@ -430,7 +432,7 @@ def _choose_link(pattern: HookSetting) -> HookInstallation:
     """A link by a name that the glob matches and nobody has."""
     where, value = pattern.setting.line.where, pattern.path
     directory, names = os.path.split(value)
-    if not pattern.directory:
+    if not pattern.has_directory:
         return HookInstallation(
             "by-hand", f"{where}: the directory of {value} is not there: make it first"
         )

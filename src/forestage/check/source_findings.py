@@ -35,7 +35,7 @@ MIN_STRIPES = 4  # stripes; with so many a file's servers are no bottleneck for 
 
 
 def list_findings(
-    files: RootedTree, config: Config, used: EventLogFacts, origin: str, now: float
+    files: RootedTree, config: Config, log_facts: EventLogFacts, origin: str, now: float
 ) -> Iterator[CheckFinding]:
     """Takes seconds where a source does not answer. `origin` is the file that sets `sources:`."""
     sources = config.sources
@@ -49,11 +49,11 @@ def list_findings(
         )
     found = [finding for path in sources if (finding := _find_source_problem(files, path, origin))]
     if all(finding.id != "source-hangs" for finding in found):
-        found += _list_hang_findings(files, config, used, now)
+        found += _list_hang_findings(files, config, log_facts, now)
     yield from found
     if all(finding.id != "source-hangs" for finding in found):  # what follows would hang with them
         yield from _list_user_mount_findings(files, config, origin)
-        yield from _list_striping_findings(files, used.images)
+        yield from _list_striping_findings(files, log_facts.images)
 
 
 def _find_source_problem(files: RootedTree, path: str, origin: str) -> CheckFinding | None:
@@ -103,7 +103,7 @@ def _find_source_problem(files: RootedTree, path: str, origin: str) -> CheckFind
 
 
 def _list_hang_findings(
-    files: RootedTree, config: Config, used: EventLogFacts, now: float
+    files: RootedTree, config: Config, log_facts: EventLogFacts, now: float
 ) -> Iterator[CheckFinding]:
     """What hangs though the sources answer: mounted below one of them, or reached by a link."""
     tops = [f"{real.rstrip('/')}/" for real in files.resolve_paths(config.sources).values()]
@@ -115,7 +115,7 @@ def _list_hang_findings(
     }
     asked = {
         path: f"{path} did not answer a job at {format_local_time(when)}, and"
-        for path, when in reversed(used.hung.items())
+        for path, when in reversed(log_facts.hung_paths.items())
         if now - when < RECENT_HANG_SECONDS and not _is_on_user_fuse(listed, path, config)
     }
     asked |= {point: f"{point}, which is mounted below a source," for point in below.values()}

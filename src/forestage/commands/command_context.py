@@ -76,13 +76,13 @@ class CommandContext(NamedTuple):
     clock: "Clock"
 
     @classmethod
-    def real(cls) -> "CommandContext":
+    def from_environ(cls) -> "CommandContext":
         from forestage import clock, paths
 
         conf = os.environ.get("SLURM_CONF", "")
         return cls(paths.NodePaths(slurm_conf=conf), clock.Clock())
 
-    def settings(self, is_quiet: bool = False) -> "LoadedConfig":
+    def load_config(self, is_quiet: bool = False) -> "LoadedConfig":
         """The configuration; says on stderr what a user's command could not read of it.
 
         Raises ConfigError.
@@ -95,11 +95,13 @@ class CommandContext(NamedTuple):
             click.echo(f"forestage: {escape_control_characters(settings.unread)}", err=True)
         return settings
 
-    def node(self, is_quiet: bool = False) -> "Node":
+    def make_node(self, is_quiet: bool = False) -> "Node":
         """The node by its configuration. Raises ConfigError."""
         from forestage.cache import node
 
-        return node.Node.from_config(self.settings(is_quiet).node_config, self.places, self.clock)
+        return node.Node.from_config(
+            self.load_config(is_quiet).node_config, self.places, self.clock
+        )
 
 
 class ExitStatus(IntEnum):
@@ -153,7 +155,7 @@ class LazyCommandGroup(click.Group):
         self.headings: dict[str, list[tuple[str, str]]] = {}
         self.modules: dict[str, Callable[[], CommandsDoor]] = {}
 
-    def add_late(
+    def add_lazy_command(
         self, heading: str, name: str, summary: str, load_module: "Callable[[], CommandsDoor]"
     ) -> None:
         """Add a command, and what imports the module that has it."""
@@ -258,7 +260,9 @@ def complete_entries(
 
     try:
         items = inventory.read_inventory(
-            (ctx.find_object(CommandContext) or CommandContext.real()).node(is_quiet=True)
+            (ctx.find_object(CommandContext) or CommandContext.from_environ()).make_node(
+                is_quiet=True
+            )
         ).items
     except (ForestageError, OSError):
         return []
@@ -283,7 +287,7 @@ def complete_jobs(
     from forestage.cache.lease import LeaseDirectory
     from forestage.commands.recent_activity import MAX_LOG_BYTES
 
-    places = (ctx.find_object(CommandContext) or CommandContext.real()).places
+    places = (ctx.find_object(CommandContext) or CommandContext.from_environ()).places
     found: dict[int, str] = {}
     try:
         found |= dict.fromkeys(LeaseDirectory(places.leases).list_jobs(), "has a lease")

@@ -19,7 +19,7 @@ def config(world: "CommandContext", partition: str | None, as_json: bool) -> Non
     from forestage.commands import show as view
     from forestage.system.terminal import escape_control_characters
 
-    settings = world.settings()
+    settings = world.load_config()
     if partition is not None and partition not in settings.partitions:
         known = ", ".join(sorted(settings.partitions)) or "none"
         text = f"partition {partition!r} has no settings of its own (these have: {known})"

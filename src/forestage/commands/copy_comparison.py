@@ -49,7 +49,7 @@ def make_source_digests(fd: int, size: int, bandwidth: int | None) -> ExpectedDi
     )
 
     def expected(start: int, buffer: memoryview, want: int) -> bytes:
-        throttle.take(want, never)
+        throttle.acquire(want, never)
         running = digest.RunningDigest()
         try:
             for _, piece in source_reader.read_pieces(source, start, want, buffer):
@@ -84,14 +84,14 @@ class _DirectCopyReader:
                 raise
             self.direct = None
 
-    def pieces(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
+    def read_pieces(self, start: int, buffer: memoryview, want: int) -> Iterator[memoryview]:
         """Reads `want` bytes through the buffer. Raises SourceTruncated, OSError."""
         for at in range(start, start + want, len(buffer)):
             length = min(len(buffer), start + want - at)
-            self.read(at, buffer, length)
+            self.read_piece(at, buffer, length)
             yield buffer[:length]
 
-    def read(self, start: int, buffer: memoryview, want: int) -> None:
+    def read_piece(self, start: int, buffer: memoryview, want: int) -> None:
         """Fills the head of the page-aligned `buffer`. Raises SourceTruncated, OSError."""
         done = 0
         while done < want:
@@ -114,7 +114,7 @@ def compare_copy(
     chunk: int,
     threads: int,
     expected: ExpectedDigest,
-    done: CompareProgress,
+    on_progress: CompareProgress,
     rate: int | None = None,
 ) -> ComparisonResult:
     """Compares all of the open copy, at `rate` bytes per second.
@@ -123,7 +123,9 @@ def compare_copy(
     """
     copy = _DirectCopyReader(fd)
     try:
-        return _Comparison(copy, size, chunk, expected, RateLimiter(rate)).all(threads, done)
+        return _Comparison(copy, size, chunk, expected, RateLimiter(rate)).compare_in_threads(
+            threads, on_progress
+        )
     finally:
         copy.close()
 
@@ -145,14 +147,14 @@ class _Comparison:
         self.chunk = chunk
         self.expected = expected
         self.todo = deque(range(chunk_count(size, chunk)))
-        self.bad: dict[int, str] = {}
-        self.over: list[int] = []
+        self.bad_chunks: dict[int, str] = {}
+        self.done_chunks: list[int] = []
         self.failed: SourceReadError | None = None
 
-    def all(self, threads: int, done: CompareProgress) -> ComparisonResult:
+    def compare_in_threads(self, threads: int, done: CompareProgress) -> ComparisonResult:
         # Daemons: where a source hangs for ever, ^C must still end the program.
         workers = [
-            threading.Thread(target=self._work, name=f"compare-{number}", daemon=True)
+            threading.Thread(target=self._compare_chunks, name=f"compare-{number}", daemon=True)
             for number in range(min(threads, len(self.todo)))
         ]
         for worker in workers:
@@ -160,15 +162,15 @@ class _Comparison:
         for worker in workers:
             while worker.is_alive():
                 worker.join(PROGRESS_INTERVAL)
-                done(min(self.size, len(self.over) * self.chunk), self.size)
+                done(min(self.size, len(self.done_chunks) * self.chunk), self.size)
         if self.failed is not None:
             raise self.failed
-        if len(self.over) < chunk_count(self.size, self.chunk):
+        if len(self.done_chunks) < chunk_count(self.size, self.chunk):
             raise OSError(errno.EIO, "a thread that compares has died")
-        details = (self.bad[number] for number in sorted(self.bad))
-        return ComparisonResult(tuple(sorted(self.bad)), next(filter(None, details), ""))
+        details = (self.bad_chunks[number] for number in sorted(self.bad_chunks))
+        return ComparisonResult(tuple(sorted(self.bad_chunks)), next(filter(None, details), ""))
 
-    def _work(self) -> None:
+    def _compare_chunks(self) -> None:
         buffer = source_reader.allocate_piece_buffer(self.chunk)
         while self.failed is None:
             try:
@@ -176,24 +178,24 @@ class _Comparison:
             except IndexError:
                 return
             try:
-                self._chunk(number, buffer)
+                self._compare_chunk(number, buffer)
             except SourceReadError as failed:
                 self.failed = failed
-            self.over.append(number)
+            self.done_chunks.append(number)
 
-    def _chunk(self, number: int, buffer: memoryview) -> None:
+    def _compare_chunk(self, number: int, buffer: memoryview) -> None:
         start = number * self.chunk
         want = min(self.chunk, self.size - start)
         running = digest.RunningDigest()
-        self.throttle.take(want, threading.Event())
+        self.throttle.acquire(want, threading.Event())
         try:
-            for piece in self.copy.pieces(start, buffer, want):
+            for piece in self.copy.read_pieces(start, buffer, want):
                 running.add(piece)
         except SourceTruncated:
-            self.bad[number] = "the copy is too short"
+            self.bad_chunks[number] = "the copy is too short"
             return
         except OSError as error:
-            self.bad[number] = f"the copy cannot be read: {error.strerror}"
+            self.bad_chunks[number] = f"the copy cannot be read: {error.strerror}"
             return
         if self.expected(start, buffer, want) != running.digest():
-            self.bad[number] = ""
+            self.bad_chunks[number] = ""

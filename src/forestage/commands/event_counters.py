@@ -43,10 +43,10 @@ class Histogram(msgspec.Struct):
     sum: float = 0.0
 
     @classmethod
-    def of(cls, bounds: tuple[float, ...]) -> "Histogram":
+    def make_empty(cls, bounds: tuple[float, ...]) -> "Histogram":
         return cls(bounds, [0] * (len(bounds) + 1))
 
-    def add(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -87,11 +87,11 @@ class EventTally(msgspec.Struct):
     errors: dict[str, int] = {}
     copies: dict[str, int] = {}
     copied: dict[str, int] = {}
-    rates: Histogram = msgspec.field(default_factory=lambda: Histogram.of(RATE_BOUNDS))
+    rates: Histogram = msgspec.field(default_factory=lambda: Histogram.make_empty(RATE_BOUNDS))
     spared: dict[str, int] = {}
     evicted: dict[str, int] = {}
     registry: dict[str, int] = {}
-    imports: Histogram = msgspec.field(default_factory=lambda: Histogram.of(IMPORT_BOUNDS))
+    imports: Histogram = msgspec.field(default_factory=lambda: Histogram.make_empty(IMPORT_BOUNDS))
     bad: dict[str, int] = {}
     swept: int = 0
     expected: dict[int, list[str]] = {}  # by job, the keys that its first step asks for once more
@@ -103,20 +103,20 @@ class EventTally(msgspec.Struct):
     ahead: PrefetchedBytes = msgspec.field(default_factory=PrefetchedBytes)
     unused: UnusedCopies = msgspec.field(default_factory=UnusedCopies)
 
-    def add(self, event: EventRecord) -> JobStart | None:
+    def add_event(self, event: EventRecord) -> JobStart | None:
         """Counts one event; returns the start it reports, unless an earlier event reported it."""
         outcome, start = event.outcome, None
-        is_from_copy = self.from_copy.is_one(event.hook, event.job, outcome)
+        is_from_copy = self.from_copy.is_new_start(event.hook, event.job, outcome)
         if is_from_copy and isinstance(outcome, RequestOutcome):
             seconds = saved_time.find_saved_seconds(outcome) or 0.0
             self.saved += max(0.0, seconds)
             self.lost += max(0.0, -seconds)
-        for change in self.unused.add(event):
-            self.ahead.add(change)
+        for change in self.unused.add_event(event):
+            self.ahead.add_change(change)
         if isinstance(outcome, CopyOutcome):
-            self._copy(outcome)
+            self._add_copy(outcome)
         elif isinstance(outcome, RequestOutcome):
-            start = self._request(event, outcome)
+            start = self._add_request(event, outcome)
         elif isinstance(outcome, BadEntryOutcome):
             _increment(self.bad, event.hook)
         else:
@@ -130,34 +130,34 @@ class EventTally(msgspec.Struct):
             _increment(self.evicted, event.hook, len(outcome.evicted))
         return start
 
-    def _copy(self, outcome: CopyOutcome) -> None:
+    def _add_copy(self, outcome: CopyOutcome) -> None:
         _increment(self.copies, outcome.result)
         if outcome.result != "copied":
             return
-        for origin, number in outcome.origins.items():
+        for origin, number in outcome.bytes_by_origin.items():
             _increment(self.copied, origin, number)
         _increment(self.read_through, "source", outcome.read_straight)
         _increment(self.read_through, "copy", max(0, outcome.read_through - outcome.read_straight))
         fetched = outcome.bytes - outcome.resumed
         if fetched > 0 and outcome.copying > 0:
-            self.rates.add(fetched / outcome.copying)
+            self.rates.add_value(fetched / outcome.copying)
 
-    def _request(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
+    def _add_request(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
         _increment(self.requests.setdefault(event.hook, {}), outcome.result)
         if outcome.came and event.hook == "step":
             _increment(self.registry, outcome.came)
             if outcome.came in ("imported", "waited"):
-                self.imports.add(outcome.wait)
+                self.imports.add_value(outcome.wait)
         if outcome.data:
             _increment(self.of_data.setdefault(event.hook, {}), outcome.result)
         if outcome.result == "declined":
             _increment(self.declined, outcome.reason)
         if outcome.result == "failed":
             _increment(self.errors, outcome.reason)
-        self.waits.setdefault(event.hook, Histogram.of(WAIT_BOUNDS)).add(outcome.wait)
-        return None if self._repeats_prolog(event, outcome) else self._start(event, outcome)
+        self.waits.setdefault(event.hook, Histogram.make_empty(WAIT_BOUNDS)).add_value(outcome.wait)
+        return None if self._repeats_prolog(event, outcome) else self._add_start(event, outcome)
 
-    def _start(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
+    def _add_start(self, event: EventRecord, outcome: RequestOutcome) -> JobStart | None:
         is_for_steps = outcome.redirect == "spank" or outcome.data
         if event.hook == "prolog" and is_for_steps and outcome.result in STEP_COPY_RESULTS:
             # Nobody has seen the copy yet: the step that is shown it is the start.
@@ -192,14 +192,14 @@ class EventTally(msgspec.Struct):
         return True
 
     @property
-    def tried(self) -> int:
+    def tried_starts(self) -> int:
         """Starts for which staging was tried."""
         return sum(number for result, number in self.starts.items() if result != "excluded")
 
     @property
     def hit_ratio(self) -> float | None:
         """Hits by the starts for which staging was tried; None if there are none."""
-        return self.starts.get("hit", 0) / self.tried if self.tried else None
+        return self.starts.get("hit", 0) / self.tried_starts if self.tried_starts else None
 
 
 def _increment(counts: dict[str, int], name: str, number: int = 1) -> None:

@@ -137,7 +137,7 @@ def make_job_history(
     images: dict[str, str] = {}
     unused, ahead = UnusedCopies(), dict[str, CopyOutcome]()
     for event in events:
-        ahead |= unused.used_by(job, event)
+        ahead |= unused.add_event_for_job(job, event)
         if isinstance(event.outcome, BadEntryOutcome):  # of job 0
             bad.append(event)
             continue
@@ -556,7 +556,7 @@ def _format_request(
 
 def _is_new_start(outcome: Outcome, run: RecordedRun, counted: saved_time.StartTracker) -> bool:
     """Whether something began to read a copy; `counted` has what was asked about before."""
-    return counted.is_one(run.hook, run.job, outcome)
+    return counted.is_new_start(run.hook, run.job, outcome)
 
 
 def _format_saving(outcome: RequestOutcome) -> str:

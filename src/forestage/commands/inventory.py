@@ -57,7 +57,7 @@ class CacheInventory(msgspec.Struct, frozen=True):
     leases: tuple[Lease, ...] = ()
     problems: tuple[str, ...] = ()
 
-    def only(self, keys: Container[str]) -> "CacheInventory":
+    def with_keys(self, keys: Container[str]) -> "CacheInventory":
         """The holdings with only those entries that have these keys."""
         items = tuple(item for item in self.items if item.key in keys)
         return msgspec.structs.replace(self, items=items)
@@ -140,9 +140,11 @@ def group_jobs_by_key(leases: Iterable[Lease]) -> dict[str, list[int]]:
     return jobs
 
 
-def make_items(stored: Iterable[StoredEntry], leases: Iterable[Lease]) -> tuple[InventoryItem, ...]:
+def make_items(
+    stored_entries: Iterable[StoredEntry], leases: Iterable[Lease]
+) -> tuple[InventoryItem, ...]:
     """Pure: the entries, most recently used first."""
-    everything = list(stored)
+    everything = list(stored_entries)
     jobs = group_jobs_by_key(leases)
     old = evict.list_superseded_keys(everything)
     items = [
@@ -204,7 +206,7 @@ def _list_items_at(items: Iterable[InventoryItem], path: str) -> tuple[Inventory
 
 
 def make_holder(
-    lease: Lease, paths: Mapping[str, str], bound: Container[str] | None = None
+    lease: Lease, paths: Mapping[str, str], redirected_paths: Container[str] | None = None
 ) -> LeaseHolder:
     """Pure: a lease for people; `paths` is key -> path, as far as known.
 
@@ -219,7 +221,7 @@ def make_holder(
             LeasedImage(
                 use.key,
                 use.path or paths.get(use.key, ""),
-                bool(use.path) and (bound is None or use.path in bound),
+                bool(use.path) and (redirected_paths is None or use.path in redirected_paths),
             )
             for use in lease.uses
         ),

@@ -20,10 +20,10 @@ def ls(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> None:
     from forestage.commands import inventory
     from forestage.commands import show as view
 
-    found = inventory.read_inventory(world.node())
+    found = inventory.read_inventory(world.make_node())
     if words:
         keys = {item.key for item in pick_entries(found.items, words)}
-        found = found.only(keys)
+        found = found.with_keys(keys)
     print_result(found.items, view.format_listing(found, world.clock.wall()), as_json)
 
 

@@ -71,7 +71,7 @@ def main(ctx: click.Context) -> None:
     link to it.
     """
     if ctx.obj is None:
-        ctx.obj = CommandContext.real()
+        ctx.obj = CommandContext.from_environ()
 
 
 def _load_core_command(module: str) -> "CommandsDoor":
@@ -85,7 +85,7 @@ def _load_feature_command(name: str) -> "CommandsDoor":
 
 for heading, commands in CORE_COMMANDS.items():
     for name, summary in commands.items():
-        main.add_late(
+        main.add_lazy_command(
             heading, name, summary, partial(_load_core_command, SHARED_MODULES.get(name, name))
         )
     of_features = (
@@ -95,4 +95,4 @@ for heading, commands in CORE_COMMANDS.items():
         for place, name, summary in feature.commands
     )
     for _, name, summary, feature_name in sorted(of_features):
-        main.add_late(heading, name, summary, partial(_load_feature_command, feature_name))
+        main.add_lazy_command(heading, name, summary, partial(_load_feature_command, feature_name))

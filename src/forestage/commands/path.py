@@ -22,7 +22,7 @@ def path(world: "CommandContext", image: str, as_json: bool) -> None:
     from forestage.commands import entry_sources, inventory
     from forestage.system import terminal as screen
 
-    node = world.node()
+    node = world.make_node()
     inventory.is_cache_made(node)  # what cannot be used or read says so first
     wanted = entry_sources.read_source_image(
         node.cache, entry_sources.absolute_path(image), entry_sources.invoking_user()

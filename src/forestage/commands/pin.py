@@ -32,7 +32,7 @@ def unpin(world: "CommandContext", words: tuple[str, ...], as_json: bool) -> Non
 def _set_pin(world: "CommandContext", words: tuple[str, ...], pinned: bool, as_json: bool) -> None:
     from forestage.commands import evict, inventory
 
-    node = world.node()
+    node = world.make_node()
     picked = pick_entries(inventory.read_inventory(node).items, words, newest=pinned)
     done = [evict.set_pin(node.cache, item, pinned) for item in picked]
     print_result(done, evict.format_pins(done), as_json)

@@ -132,7 +132,7 @@ def count_recent_starts(file: Path, now: float) -> RecentStarts:
         if not now - MAX_EVENT_AGE <= event.time:
             continue
         since = since or event.time
-        tally.add(event)
+        tally.add_event(event)
         outcome = event.outcome
         failed = LastFailure(event.time, event.job, outcome.reason, outcome.detail)
         if outcome.result in ("failed", "bad"):
@@ -140,7 +140,9 @@ def count_recent_starts(file: Path, now: float) -> RecentStarts:
         if isinstance(outcome, CopyOutcome) and outcome.result != "declined":
             copy_failure = failed if outcome.result == "failed" else None
     hits = tally.starts.get("hit", 0)
-    return RecentStarts(since, tally.tried, hits, tally.hit_ratio, failure, copy_failure, now)
+    return RecentStarts(
+        since, tally.tried_starts, hits, tally.hit_ratio, failure, copy_failure, now
+    )
 
 
 def _find_process_without_companion(proc: Path, loaded: float, now: float) -> str:

@@ -135,7 +135,7 @@ def show_entry(world: CommandContext, word: str, as_json: bool) -> None:
 
     A PATH may have several entries, of which the first is the newest.
     """
-    node = world.node()
+    node = world.make_node()
     held = inventory.read_inventory(node)
     picked = inventory.pick_items(held.items, word, entry_sources.resolve_path)
     shown = read_entry_details(node.cache, picked, held.leases)

@@ -160,12 +160,12 @@ def run_sweep(
     start = node.clock.monotonic()
     run = _SweepRun(node, dry_run, slurm)
     if only == "nodes":
-        run.of_features(doors.SWEEP_ASK_SLURM)
+        run.call_features(doors.SWEEP_ASK_SLURM)
     else:
-        run.of_node(only, progress, start)
-    if run.raised:
-        raise run.raised
-    return msgspec.structs.replace(run.done, problems=tuple(run.problems))
+        run.sweep_node(only, progress, start)
+    if run.feature_error:
+        raise run.feature_error
+    return msgspec.structs.replace(run.report, problems=tuple(run.problems))
 
 
 def list_stale_leases(leases: LeaseDirectory, slurm: SlurmClient) -> tuple[StaleLease, ...]:
@@ -221,63 +221,63 @@ def clean_user_events(node: Node) -> None:
 
 
 class _SweepRun:
-    """One sweep at work; `of_jobs`, `of_cache` and `of_entries` are its parts, in this order.
+    """One sweep at work; `release_jobs`, `sweep_cache` and `prove_entries` are its parts, in this order.
 
-    `done`, `problems` and `unredirected` (paths) grow meanwhile. `raised` is what a feature raised
-    last and nobody expected: that goes on once all is done.
+    `report`, `problems` and `unredirected` (paths) grow meanwhile. `feature_error` is what a
+    feature raised last and nobody expected: that goes on once all is done.
     """
 
     def __init__(self, node: Node, dry_run: bool, slurm: SlurmClient) -> None:
         self.node = node
         self.slurm = slurm
         self.dry_run = dry_run
-        self.done = SweepReport(dry_run)
+        self.report = SweepReport(dry_run)
         self.problems: list[str] = []
         self.unredirected: list[str] = []
         self.stale: tuple[StaleLease, ...] = ()
         self.doubt = ""
-        self.raised: Exception | None = None
+        self.feature_error: Exception | None = None
 
-    def of_node(self, only: SweepPart | None, progress: VerifyProgress, start: float) -> None:
+    def sweep_node(self, only: SweepPart | None, progress: VerifyProgress, start: float) -> None:
         """Does all of a sweep, or the leftovers or entries alone."""
         node = self.node
         disk_probe.check_writable(node.places, node.cache)
         caches = earlier_caches.list_earlier_caches(node)  # leases name some
-        made = self.tried(self.is_made, node)
-        self.add(kept=len(node.leases.list_jobs()))
+        made = self.run_noting_errors(self.is_cache_made, node)
+        self.add_to_report(kept=len(node.leases.list_jobs()))
         if only != "entries":
-            self.find_stale()
-            self.of_jobs()
-            self.of_earlier(caches)
+            self.find_stale_leases()
+            self.release_jobs()
+            self.sweep_earlier_caches(caches)
             if made:
-                self.of_cache()
+                self.sweep_cache()
         if made and only != "leftovers":
-            self.of_entries(progress)
+            self.prove_entries(progress)
         if only != "entries":
-            self.of_features(doors.SWEEP_AFTERWARDS)
+            self.call_features(doors.SWEEP_AFTERWARDS)
         if not self.dry_run and only != "entries":
-            self.tried(record_sweep_time, node)
-            self.tried(make_config_unlistable, node.places)
-            self.tried(clean_user_events, node)
+            self.run_noting_errors(record_sweep_time, node)
+            self.run_noting_errors(make_config_unlistable, node.places)
+            self.run_noting_errors(clean_user_events, node)
             if only is None:  # last, as Slurm may take long; the leftovers' run leaves it
-                self.of_features(doors.SWEEP_ASK_SLURM)
-            self.tried(lambda done: _record_events(node, done, start), self.done)
+                self.call_features(doors.SWEEP_ASK_SLURM)
+            self.run_noting_errors(lambda done: _record_events(node, done, start), self.report)
 
-    def add(self, **fields: object) -> None:
+    def add_to_report(self, **fields: object) -> None:
         """Puts what was done into the report."""
-        self.done = msgspec.structs.replace(self.done, **fields)
+        self.report = msgspec.structs.replace(self.report, **fields)
 
-    def add_found(self, found: Mapping[str, tuple[object, ...]]) -> None:
+    def add_feature_results(self, found: Mapping[str, tuple[object, ...]]) -> None:
         """Puts what a feature did into the report: into fields of the core's, or of its own."""
-        added = dict(self.done.added)
+        added = dict(self.report.added)
         for field, more in found.items():
             if field in SweepReport.__struct_fields__:
-                self.add(**{field: getattr(self.done, field) + more})
+                self.add_to_report(**{field: getattr(self.report, field) + more})
             else:
                 added[field] = (*added.get(field, ()), *more)
-        self.add(added=added)
+        self.add_to_report(added=added)
 
-    def of_features(self, door: Door[SweepFunction], node: Node | None = None) -> None:
+    def call_features(self, door: Door[SweepFunction], node: Node | None = None) -> None:
         """Has the features clean up in their turn; `node`: with another cache than today's.
 
         One that fails stops no other, nor the core.
@@ -287,30 +287,30 @@ class _SweepRun:
         facts = SweepFacts(there, self.slurm, staying, self.dry_run)
 
         def clean_up(name: str) -> None:
-            found = self.tried(lambda facts: load_door(name, door)(facts), facts) or {}
-            self.add_found({field: more for field, more in found.items() if more})
+            found = self.run_noting_errors(lambda facts: load_door(name, door)(facts), facts) or {}
+            self.add_feature_results({field: more for field, more in found.items() if more})
 
         with contextlib.ExitStack() as stack:
-            stack.push(self.keep)
+            stack.push(self.keep_exception)
             epilog.run_parts(
                 [functools.partial(clean_up, name) for name in list_names_with_door(door.name)]
             )
 
-    def keep(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def keep_exception(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Returns whether the sweep goes on before this error does: ^C ends it."""
         if isinstance(error, Exception):
-            self.raised = error
+            self.feature_error = error
         return isinstance(error, Exception)
 
-    def of_jobs(self) -> None:
+    def release_jobs(self) -> None:
         """Releases what jobs that are over had beside the cache."""
-        released = tuple(self.each())
+        released = tuple(self.release_stale_leases())
         if not self.dry_run:
-            self.tried(self.nodes_of_jobs, self.slurm)
-        self.tried(self.strays, self.node)
-        keepers = self.tried(self.hanging_keepers, self.node) or ()
-        self.of_features(doors.SWEEP_WITHOUT_CACHE)
-        self.add(
+            self.run_noting_errors(self.drop_stale_nodelists, self.slurm)
+        self.run_noting_errors(self.unmount_strays, self.node)
+        keepers = self.run_noting_errors(self.end_hanging_keepers, self.node) or ()
+        self.call_features(doors.SWEEP_WITHOUT_CACHE)
+        self.add_to_report(
             released=released,
             kept=len(self.node.leases.list_jobs()) - (len(released) if self.dry_run else 0),
             redirects=tuple(self.unredirected),
@@ -318,7 +318,7 @@ class _SweepRun:
             doubt=self.doubt,
         )
 
-    def of_earlier(self, caches: tuple[Cache, ...]) -> None:
+    def sweep_earlier_caches(self, caches: tuple[Cache, ...]) -> None:
         """Removes what jobs that are over had in caches that were configured before.
 
         Their entries stay: the configuration may be what is wrong.
@@ -327,34 +327,34 @@ class _SweepRun:
             there = msgspec.structs.replace(self.node, cache=cache)
             with contextlib.suppress(ForestageError, OSError):  # not ours now, or not there
                 earlier_caches.check_exclusive_use(self.node, cache)
-                self.of_features(doors.SWEEP_IN_EACH_CACHE, there)
+                self.call_features(doors.SWEEP_IN_EACH_CACHE, there)
 
-    def of_cache(self) -> None:
+    def sweep_cache(self) -> None:
         """Deletes what lies in the cache and nobody needs; looks at the health of its disk."""
         node = self.node
-        self.add(parts=self.tried(self.dead_parts, node) or ())
-        self.of_features(doors.SWEEP_IN_EACH_CACHE)
-        self.add(evicted=self.tried(self.evicted, node) or ())
-        self.of_features(doors.SWEEP_WITH_CACHE)
+        self.add_to_report(parts=self.run_noting_errors(self.delete_dead_parts, node) or ())
+        self.call_features(doors.SWEEP_IN_EACH_CACHE)
+        self.add_to_report(evicted=self.run_noting_errors(self.evict_to_watermark, node) or ())
+        self.call_features(doors.SWEEP_WITH_CACHE)
         if not self.dry_run:
             node.cache.mark_in_use()
             node.cache.remember_disk()  # of a cache that another node made
             disk_errors.scan_kernel_log(node.places, node.cache, node.clock)
-            self.tried(evict.drop_dead_locks, node.cache)
-            self.tried(node.cache.drop_unfinished, node.clock.wall())
-            self.tried(node.cache.correct_future_uses, node.clock.wall())
-            self.tried(hot_pieces.repair_index, node.cache)
+            self.run_noting_errors(evict.drop_dead_locks, node.cache)
+            self.run_noting_errors(node.cache.drop_unfinished, node.clock.wall())
+            self.run_noting_errors(node.cache.correct_future_uses, node.clock.wall())
+            self.run_noting_errors(hot_pieces.repair_index, node.cache)
 
-    def of_entries(self, progress: VerifyProgress) -> None:
+    def prove_entries(self, progress: VerifyProgress) -> None:
         """Reads the entries that are due; a dry run only names them."""
-        due = self.tried(list_due_entries, self.node) or ()
+        due = self.run_noting_errors(list_due_entries, self.node) or ()
         if self.dry_run:
-            self.add(unproven=tuple(one.item.key for one in due))
+            self.add_to_report(unproven=tuple(one.item.key for one in due))
             return
-        self.add(verified=tuple(self.proofs(due, progress)))
-        self.tried(end_doubt_if_proven, self.node)
+        self.add_to_report(verified=tuple(self.prove_due_entries(due, progress)))
+        self.run_noting_errors(end_doubt_if_proven, self.node)
 
-    def find_stale(self) -> None:
+    def find_stale_leases(self) -> None:
         """Finds the leases of jobs that are over; none, and `doubt`, if Slurm is not clear."""
         try:
             self.stale = list_stale_leases(self.node.leases, self.slurm)
@@ -362,7 +362,7 @@ class _SweepRun:
             _raise_if_not_root(error)
             self.doubt = str(error)
 
-    def tried(self, work: Callable[[T], R], subject: T) -> R | None:
+    def run_noting_errors(self, work: Callable[[T], R], subject: T) -> R | None:
         """What `work` returns; None, and a problem noted, where it fails in an expected way."""
         try:
             return work(subject)
@@ -371,30 +371,30 @@ class _SweepRun:
             self.problems.append(str(error))
             return None
 
-    def is_made(self, node: Node) -> bool:
+    def is_cache_made(self, node: Node) -> bool:
         """Whether the cache exists; that its disk is not mounted is no problem of the sweep's."""
         try:
             return inventory.is_cache_made(node)
         except Failed as failed:
             if failed.reason not in UNMOUNTED_REASONS:
                 raise
-            self.add(unmounted=str(failed))
+            self.add_to_report(unmounted=str(failed))
             return False
 
-    def each(self) -> Iterator[ReleasedLease]:
+    def release_stale_leases(self) -> Iterator[ReleasedLease]:
         """Releases them one by one; a hook that waits gets the lock in between."""
         for one in self.stale:
-            released = self.tried(self.release, one)
+            released = self.run_noting_errors(self.release_lease, one)
             if released is not None:
                 yield released
             if not self.dry_run:
-                self.pause()
+                self.pause_for_hooks()
 
-    def pause(self) -> None:
+    def pause_for_hooks(self) -> None:
         """Leaves the lock free for long enough that a hook that polls for it sees that."""
         self.node.clock.sleep(LOCK_PAUSE)
 
-    def release(self, one: StaleLease) -> ReleasedLease | None:
+    def release_lease(self, one: StaleLease) -> ReleasedLease | None:
         """Does what the Epilog would have done. None where a hook has used the lease since."""
         node, leases = self.node, self.node.leases
         cache, user, released = node.cache, ROOT_USER, ReleasedLease(one.job, one.why)
@@ -416,13 +416,13 @@ class _SweepRun:
                 going = epilog.drop_lease_and_claim_binds(
                     cache, leases, node.places, one.job, claims, table, now
                 )
-            number = self._unmount(going, lambda bind: user)
+            number = self._unmount_claimed(going, lambda bind: user)
         return msgspec.structs.replace(released, redirects=number)
 
-    def strays(self, node: Node) -> None:
+    def unmount_strays(self, node: Node) -> None:
         """Unmounts redirects that no lease asks for, each as its entry's owner."""
         if self.dry_run:
-            needed = {use.path for lease in self._staying() for use in lease.uses}
+            needed = {use.path for lease in self._list_staying_leases() for use in lease.uses}
             bound = unmount.list_binds(node.cache)
             self.unredirected += [
                 bind.path for bind in redirect.list_unneeded_binds(bound, frozenset(needed))
@@ -436,14 +436,14 @@ class _SweepRun:
                 going = redirect.claim_unneeded_binds(
                     node.cache, node.leases, node.places, claims, table
                 )
-            self._unmount(going, functools.partial(choose_bind_owner, node))
+            self._unmount_claimed(going, functools.partial(choose_bind_owner, node))
         left = {bind.mount.id for bind in unmount.list_binds(node.cache)}
         self.unredirected += [one.bind.path for one in going if one.bind.mount.id not in left]
         self.problems += namespaces.unmount_in_namespaces(
             node.cache, node.leases, total=unmount.SWEEP_TOTAL
         ).problems
 
-    def nodes_of_jobs(self, slurm: SlurmClient) -> None:
+    def drop_stale_nodelists(self, slurm: SlurmClient) -> None:
         """Deletes the nodes that Prologs noted of jobs that are over and never took a lease."""
         node, before = self.node, self.node.clock.wall() - MIN_NODELIST_AGE
         listed = node.leases.list_jobs_without_lease(before)
@@ -459,7 +459,7 @@ class _SweepRun:
             with lock.held_if_writable(node.cache.space_lock, lock.SPACE_TIMEOUT):
                 node.leases.drop_nodelist(job, before)
 
-    def _unmount(
+    def _unmount_claimed(
         self, going: list[unmount.ClaimedBind], whose: Callable[[unmount.RedirectBind], User]
     ) -> int:
         """Returns how many have gone; a problem is noted for those that stay."""
@@ -470,9 +470,9 @@ class _SweepRun:
             return stays.removed
         return len(going)
 
-    def dead_parts(self, node: Node) -> tuple[str, ...]:
+    def delete_dead_parts(self, node: Node) -> tuple[str, ...]:
         """Deletes parts that nobody will resume; returns their keys."""
-        wanted = {use.key for lease in self._staying() for use in lease.uses}
+        wanted = {use.key for lease in self._list_staying_leases() for use in lease.uses}
         boot, now = boot_id(), node.clock.wall()
 
         def unwanted(part: Part) -> bool:
@@ -485,34 +485,36 @@ class _SweepRun:
             return evict.drop_dead_parts(node.cache, unwanted)
         return evict.list_dead_parts(node.cache, unwanted)
 
-    def hanging_keepers(self, node: Node) -> tuple[str, ...]:
+    def end_hanging_keepers(self, node: Node) -> tuple[str, ...]:
         """Ends keepers that hang, and removes what dead ones left; returns the former's keys."""
         hanging = keeper_cleanup.list_hanging_keepers(node.places.through, node.clock)
         if not self.dry_run:
             for found in hanging:
-                self.tried(keeper_cleanup.kill_keeper, found)
+                self.run_noting_errors(keeper_cleanup.kill_keeper, found)
             for spot in keeper_cleanup.list_dead_directories(
                 node.places.through, node.cache, node.clock.wall()
             ):
-                self.tried(keeper_cleanup.remove_directory, spot)
+                self.run_noting_errors(keeper_cleanup.remove_directory, spot)
         return tuple(found.spot.name for found in hanging)
 
-    def evicted(self, node: Node) -> tuple[str, ...]:
+    def evict_to_watermark(self, node: Node) -> tuple[str, ...]:
         """Evicts down to the low watermark, as the Epilog does; returns the keys."""
         if not self.dry_run:
             evict.recount_entries(node.cache)  # a crash may have left the sum wrong
             return evict.evict_to_watermark(node.cache, node.leases, node.config)
-        leased = frozenset(use.key for lease in self._staying() for use in lease.uses)
+        leased = frozenset(use.key for lease in self._list_staying_leases() for use in lease.uses)
         return evict.plan_to_watermark(node.cache, lambda: leased, node.config).victims
 
-    def proofs(self, due: tuple[DueEntry, ...], progress: VerifyProgress) -> Iterator[EntryVerdict]:
+    def prove_due_entries(
+        self, due: tuple[DueEntry, ...], progress: VerifyProgress
+    ) -> Iterator[EntryVerdict]:
         """Reads what is due; bad entries are evicted, healthy ones noted."""
         for one in due:
-            verdict = self.tried(lambda one: prove_entry(self.node, one, progress), one)
+            verdict = self.run_noting_errors(lambda one: prove_entry(self.node, one, progress), one)
             if verdict is not None:
                 yield verdict
 
-    def _staying(self) -> list[Lease]:
+    def _list_staying_leases(self) -> list[Lease]:
         """The leases that are not released. Raises Failed for a damaged one that stays."""
         over = {one.job for one in self.stale}
         leases = self.node.leases
@@ -553,18 +555,23 @@ def list_due_entries(node: Node) -> tuple[DueEntry, ...]:
         if disk.since and item.key not in proved:
             doubted.append(
                 DueEntry(
-                    item, VerifyOptions("after an error of the disk", doubted=True, by="sweep")
+                    item,
+                    VerifyOptions(
+                        "after an error of the disk", is_doubted=True, event_hook="sweep"
+                    ),
                 )
             )
         elif not node.cache.is_proven(item.key):
-            unproven.append(DueEntry(item, VerifyOptions("after a restart", by="sweep")))
+            unproven.append(DueEntry(item, VerifyOptions("after a restart", event_hook="sweep")))
         elif abs(now - read) > PROOF_INTERVAL:  # also one that was read by a clock far ahead
             old.append(
                 (
                     read,
                     DueEntry(
                         item,
-                        VerifyOptions("as a precaution", rate=PROOF_BYTES_PER_SECOND, by="sweep"),
+                        VerifyOptions(
+                            "as a precaution", rate=PROOF_BYTES_PER_SECOND, event_hook="sweep"
+                        ),
                     ),
                 )
             )

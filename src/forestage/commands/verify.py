@@ -93,14 +93,15 @@ class VerifyReport(msgspec.Struct, frozen=True):
 class VerifyOptions(msgspec.Struct, frozen=True):
     """How entries are verified.
 
-    `no_source` says why the sources are left alone: then only the checksums count. `doubted`: what
-    cannot be verified is bad. The copies are read at `rate` bytes per second, on behalf of `by`.
+    `source_skip_reason` says why the sources are left alone: then only the checksums count.
+    `is_doubted`: what cannot be verified is bad. The copies are read at `rate` bytes per second, on
+    behalf of `event_hook`.
     """
 
-    no_source: str = ""
-    doubted: bool = False
+    source_skip_reason: str = ""
+    is_doubted: bool = False
     rate: int | None = None
-    by: Literal["verify", "sweep"] = "verify"
+    event_hook: Literal["verify", "sweep"] = "verify"
 
 
 DEFAULT_OPTIONS = VerifyOptions()
@@ -156,7 +157,7 @@ def _verify_entry(
     node: Node,
     item: InventoryItem,
     dry_run: bool,
-    done: copy_comparison.CompareProgress,
+    on_progress: copy_comparison.CompareProgress,
     manner: VerifyOptions,
 ) -> EntryVerdict:
     verdict = _make_unverified(item)
@@ -173,14 +174,14 @@ def _verify_entry(
         return msgspec.structs.replace(verdict, detail="it was evicted just now")
     except BlockingIOError:
         detail = "its owner holds a lease on the copy, which has to be given back within a minute"
-        return bad(detail) if manner.doubted else msgspec.structs.replace(verdict, detail=detail)
+        return bad(detail) if manner.is_doubted else msgspec.structs.replace(verdict, detail=detail)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return bad("it cannot be opened")
     with copy:
         fd = copy.fileno()
-        verdict = _verify_copy(node, item.entry, verdict, fd, done, manner)
+        verdict = _verify_copy(node, item.entry, verdict, fd, on_progress, manner)
         # `fd` is still open, so no other file can have this one's inode number.
         is_kept = verdict.result != "bad" or dry_run
         return verdict if is_kept else _evict_bad_entry(node, item, verdict, fd, manner)
@@ -191,7 +192,7 @@ def _verify_copy(
     entry: Entry,
     verdict: EntryVerdict,
     fd: int,
-    done: copy_comparison.CompareProgress,
+    on_progress: copy_comparison.CompareProgress,
     manner: VerifyOptions,
 ) -> EntryVerdict:
     """The verdict on the open copy, by its source or else by the checksums of its copying."""
@@ -203,17 +204,17 @@ def _verify_copy(
 
     def against(expected: copy_comparison.ExpectedDigest) -> ComparisonResult:
         return copy_comparison.compare_copy(
-            fd, entry.identity.size, chunk, threads, expected, done, manner.rate
+            fd, entry.identity.size, chunk, threads, expected, on_progress, manner.rate
         )
 
-    why = manner.no_source
+    why = manner.source_skip_reason
     if not why:
         found = _compare_with_source(node, entry, against)
         if isinstance(found, ComparisonResult):
             return _with_comparison(verdict, found, "source", "")
         why = found
     if not entry.digest:  # copied with `digest: false`, which an earlier build had
-        result: VerdictResult = "bad" if manner.doubted else "unverifiable"
+        result: VerdictResult = "bad" if manner.is_doubted else "unverifiable"
         detail = f"{why}, and no checksum was taken"
         return msgspec.structs.replace(verdict, result=result, detail=detail)
     digests = node.cache.read_digests(entry)
@@ -258,14 +259,14 @@ def _format_source_state(why: entry_sources.SourceState) -> str:
 
 
 def _with_comparison(
-    verdict: EntryVerdict, found: ComparisonResult, against: ComparedWith, why: str
+    verdict: EntryVerdict, comparison: ComparisonResult, against: ComparedWith, why: str
 ) -> EntryVerdict:
     return msgspec.structs.replace(
         verdict,
-        result="bad" if found.bad else "ok",
+        result="bad" if comparison.bad else "ok",
         against=against,
-        detail="; ".join(filter(None, (found.detail, why))),
-        chunks=found.bad,
+        detail="; ".join(filter(None, (comparison.detail, why))),
+        chunks=comparison.bad,
     )
 
 
@@ -345,9 +346,9 @@ def _record_bad_entry(
         since=since,
         evicted=(verdict.key,) if verdict.evicted else (),
     )
-    log.write_log_line(f"{manner.by} {events.format_outcome(found)}", by_slurm=True)
+    log.write_log_line(f"{manner.event_hook} {events.format_outcome(found)}", by_slurm=True)
     now = node.clock.wall()
-    event = EventRecord(round(now, 3), manner.by, 0, found)
+    event = EventRecord(round(now, 3), manner.event_hook, 0, found)
     with contextlib.suppress(OSError):  # root's event does not hang on what users are told
         events.record_bad_entry_for_users(node.places, event)
     try:

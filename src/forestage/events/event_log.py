@@ -119,7 +119,7 @@ class CopyOutcome(_BaseOutcome, frozen=True, omit_defaults=True, tag="copied"):
         return self.size if self.result == "copied" else 0
 
     @property
-    def origins(self) -> dict[ByteOrigin, int]:
+    def bytes_by_origin(self) -> dict[ByteOrigin, int]:
         """These by where they came from.
 
         Those that were here before count as from the source: who copied them was killed, and wrote
@@ -329,10 +329,10 @@ def read_events(file: Path) -> Iterator[EventRecord]:
         yield from (event for event in decode_lines(handle) if event)
 
 
-def read_latest_events(file: Path, most: int) -> Iterator[EventRecord]:
+def read_latest_events(file: Path, max_bytes: int) -> Iterator[EventRecord]:
     """Yields the events in the last `most` bytes of the logs, oldest first."""
     sizes = [os.fstat(handle.fileno()).st_size for handle in _open_logs(file)]
-    skip = max(0, sum(sizes) - most)
+    skip = max(0, sum(sizes) - max_bytes)
     for handle in _open_logs(file):
         if skip:
             size = os.fstat(handle.fileno()).st_size
@@ -360,7 +360,7 @@ def decode_lines(log: BinaryIO) -> Iterator[EventRecord | None]:
         yield _decode_event(line)
 
 
-def read_new_events(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
+def read_new_events(file: Path, read_offsets: dict[str, int]) -> Iterator[EventRecord]:
     """Yields every event that was not yielded before, oldest first; for one reader at a time.
 
     `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
@@ -374,16 +374,16 @@ def read_new_events(file: Path, seen: dict[str, int]) -> Iterator[EventRecord]:
             continue
         name = blake2b(first, digest_size=12).hexdigest()
         # The tail may be lost in a crash: what comes in its place is new.
-        at = min(seen.pop(name, 0), os.fstat(handle.fileno()).st_size)
+        at = min(read_offsets.pop(name, 0), os.fstat(handle.fileno()).st_size)
         handle.seek(at)
         while _is_line_complete(line := handle.readline(MAX_LINE_BYTES)):
             at += len(line)
             if event := _decode_event(line):
                 yield event
-        seen[name] = at
+        read_offsets[name] = at
     # A log that was moved between our two looks is found next time; older ones are gone for good.
-    for name in list(seen)[:-MAX_REMEMBERED_LOGS]:
-        del seen[name]
+    for name in list(read_offsets)[:-MAX_REMEMBERED_LOGS]:
+        del read_offsets[name]
 
 
 def _is_line_complete(line: bytes) -> bool:

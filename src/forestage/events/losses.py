@@ -42,13 +42,13 @@ def find_loss(file: Path) -> LostEvents | None:
         return None
 
 
-def may_lack_events(lost: LostEvents, own: Sequence[EventRecord]) -> bool:
+def may_lack_events(lost: LostEvents, job_events: Sequence[EventRecord]) -> bool:
     """Return whether a job that has these events may lack others. Pure."""
-    if not own:
+    if not job_events:
         return True
-    last = own[-1]
+    last = job_events[-1]
     is_over = last.hook == "epilog" and isinstance(last.outcome, ReleaseOutcome)
     # An event has the time at which its hook ended. Without a Prolog's, that may be what is lost.
-    prologs = [event.time - event.total for event in own if event.hook == "prolog"]
+    prologs = [event.time - event.total for event in job_events if event.hook == "prolog"]
     begin = min(prologs, default=0.0)
     return lost.until >= begin and not (is_over and lost.since > last.time)

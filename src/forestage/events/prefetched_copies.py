@@ -31,10 +31,10 @@ class CopyFateChange(msgspec.Struct, frozen=True):
     copy: CopyOutcome
 
     @property
-    def bytes(self) -> dict[ByteOrigin, int]:
+    def bytes_by_origin(self) -> dict[ByteOrigin, int]:
         """By where they came from; of a copy that a job took over, those before."""
         taken: dict[ByteOrigin, int] = {"source": self.copy.ahead}
-        return taken if self.copy.ahead else self.copy.origins
+        return taken if self.copy.ahead else self.copy.bytes_by_origin
 
 
 class PrefetchedBytes(msgspec.Struct):
@@ -47,9 +47,9 @@ class PrefetchedBytes(msgspec.Struct):
     used: dict[str, int] = {}
     unused: dict[str, int] = {}
 
-    def add(self, change: CopyFateChange) -> None:
+    def add_change(self, change: CopyFateChange) -> None:
         numbers: dict[str, int] = getattr(self, change.fate)
-        for origin, number in change.bytes.items():
+        for origin, number in change.bytes_by_origin.items():
             numbers[origin] = numbers.get(origin, 0) + number
 
 
@@ -58,32 +58,36 @@ class UnusedCopies(msgspec.Struct):
 
     left: dict[str, CopyOutcome] = {}
 
-    def add(self, event: EventRecord) -> Iterator[CopyFateChange]:
+    def add_event(self, event: EventRecord) -> Iterator[CopyFateChange]:
         """What one event changes; to be read to its end."""
         outcome = event.outcome
         for key in outcome.evicted:
-            yield from self._end(key, "unused")
+            yield from self._remove_copy(key, "unused")
         if isinstance(outcome, CopyOutcome) and outcome.result == "copied":
-            yield from self._end(outcome.key, "unused")  # what made room for it left no event
+            yield from self._remove_copy(
+                outcome.key, "unused"
+            )  # what made room for it left no event
             if outcome.expected:
                 yield CopyFateChange("copied", outcome)
-                self._keep(outcome)
+                self._add_copy(outcome)
             if outcome.ahead:
-                yield from self._end(outcome.key, "used")
+                yield from self._remove_copy(outcome.key, "used")
         elif isinstance(outcome, RequestOutcome) and outcome.result in WHOLE_RESULTS:
-            yield from self._end(outcome.key, "used")
+            yield from self._remove_copy(outcome.key, "used")
 
-    def used_by(self, job: int, event: EventRecord) -> dict[str, CopyOutcome]:
+    def add_event_for_job(self, job: int, event: EventRecord) -> dict[str, CopyOutcome]:
         """Adds an event; the copies, by key, of which it says that this job is the first to use."""
-        used = [one.copy for one in self.add(event) if one.fate == "used" and event.job == job]
+        used = [
+            one.copy for one in self.add_event(event) if one.fate == "used" and event.job == job
+        ]
         return {copy.key: copy for copy in used}
 
-    def _keep(self, copy: CopyOutcome) -> None:
+    def _add_copy(self, copy: CopyOutcome) -> None:
         self.left[copy.key] = copy
         while len(self.left) > MAX_UNUSED_COPIES:
             del self.left[next(iter(self.left))]
 
-    def _end(self, key: str, fate: CopyFate) -> Iterator[CopyFateChange]:
+    def _remove_copy(self, key: str, fate: CopyFate) -> Iterator[CopyFateChange]:
         copy = self.left.pop(key, None)
         if copy is not None:
             yield CopyFateChange(fate, copy)

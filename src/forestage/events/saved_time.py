@@ -22,7 +22,7 @@ class StartTracker(msgspec.Struct):
 
     counted: dict[int, list[str]] = {}
 
-    def is_one(self, hook: str, job: int, outcome: Outcome) -> bool:
+    def is_new_start(self, hook: str, job: int, outcome: Outcome) -> bool:
         """Whether something began to read a copy, and no earlier event reported it."""
         if not isinstance(outcome, RequestOutcome):
             if hook in ("epilog", "sweep"):

@@ -151,9 +151,9 @@ def _set_rights(path: Path, uid: int, owner: int, user: int) -> None:
     os.setxattr(path, ACL, encode_acl(uid, owner, user), follow_symlinks=False)
 
 
-def _remove_longest_idle(users: Path, uid: int) -> None:
+def _remove_longest_idle(users: Path, new_uid: int) -> None:
     """Remove as many of the longest silent users as are too many beside this one."""
-    others = [one for one in list_users(users) if one != uid]
+    others = [one for one in list_users(users) if one != new_uid]
     others.sort(key=lambda one: _last_event_time(users, one))
     for one in others[: max(0, len(others) - MAX_USERS + 1)]:
         _remove_user(users, one)

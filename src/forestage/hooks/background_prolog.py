@@ -50,15 +50,15 @@ POLL_INTERVAL = 0.002  # seconds between two looks whether the process has ended
 PROCESS_NAME = "forestage-prolog"
 
 
-def detach_prolog(environ: Mapping[str, str], run: str) -> str:
+def detach_prolog(environ: Mapping[str, str], run_directory: str) -> str:
     """Ends the script that slurmd waits for, and returns in a process that it does not know.
 
     Returns the mark, which that process has to `end_background_work`. "" where the caller is still
     the script: the job's start has to wait for it, or nothing could be forked.
     """
-    if not may_detach(environ, run):
+    if not may_detach(environ, run_directory):
         return ""
-    mark = prolog_mark_path(environ, run)
+    mark = prolog_mark_path(environ, run_directory)
     lock = _lock_mark(mark)
     if lock is None:
         if is_other_job(_read_mark(mark).partition(" ")[2], environ):
@@ -108,7 +108,7 @@ def end_background_work(mark: str) -> None:
         _delete_file(mark)
 
 
-def may_detach(environ: Mapping[str, str], run: str) -> bool:
+def may_detach(environ: Mapping[str, str], run_directory: str) -> bool:
     """Whether this job may start before its Prolog's work is done; never errs.
 
     By the record, which is good as long as all of the files in it are as they were. A user who asks
@@ -120,7 +120,7 @@ def may_detach(environ: Mapping[str, str], run: str) -> bool:
     if any("stage-wait" in environ.get(one, "") for one in (STAGE_OPTION, "SLURM_JOB_COMMENT")):
         return False
     try:
-        fd = os.open(f"{run}/background", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(f"{run_directory}/background", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         text = os.read(fd, 1 << 20)  # a line for each file that slurm.conf includes
         os.close(fd)
         first, *lines = os.fsdecode(text).split("\n")
@@ -134,7 +134,7 @@ def may_detach(environ: Mapping[str, str], run: str) -> bool:
     except (OSError, IndexError, ValueError):
         return False
     other = found.get(ANY_PARTITION, False)
-    loaded = first == FORMAT_LINE and os.path.exists(f"{run}/companion")
+    loaded = first == FORMAT_LINE and os.path.exists(f"{run_directory}/companion")
     return loaded and found.get(environ.get("SLURM_JOB_PARTITION", ""), other)
 
 
@@ -221,12 +221,12 @@ def clear_needless_hints_flag(places: NodePaths, job: Job) -> None:
         return
 
 
-def prolog_mark_path(environ: Mapping[str, str], run: str) -> str:
+def prolog_mark_path(environ: Mapping[str, str], run_directory: str) -> str:
     """The mark of a job's Prolog."""
-    return f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.prolog"
+    return f"{run_directory}/leases/{environ.get('SLURM_JOB_ID', '')}.prolog"
 
 
-def wait_for_prolog(mark: str, seconds: float = MAX_STEP_WAIT, kill: bool = False) -> None:
+def wait_for_prolog(mark: str, timeout: float = MAX_STEP_WAIT, kill: bool = False) -> None:
     """Waits for the end of a Prolog's work, for so many seconds. At once where there is none.
 
     Who does not `kill` it waits for so many seconds of its work: of a job whose Prolog hangs, not
@@ -235,7 +235,7 @@ def wait_for_prolog(mark: str, seconds: float = MAX_STEP_WAIT, kill: bool = Fals
     import contextlib
     import time
 
-    until = time.monotonic() + (seconds if kill else min(seconds, seconds - _mark_age(mark)))
+    until = time.monotonic() + (timeout if kill else min(timeout, timeout - _mark_age(mark)))
     while (pid := _find_worker_pid(mark)) and time.monotonic() < until:
         if kill and _is_prolog_process(pid):
             with contextlib.suppress(ProcessLookupError):

@@ -67,8 +67,8 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
 
         write_companion_line(PROTOCOL_GREETING)
     if has_no_work(name, os.environ, root):
-        hook.say("result=none")
-        hook.answer("leave", "no-image")
+        hook.write_log_line("result=none")
+        hook.write_answer("leave", "no-image")
         return 0
     from forestage.hooks import background_prolog, hook_worker
 
@@ -82,8 +82,8 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
             hook.mark = background_prolog.detach_prolog(os.environ, run)
         forked = None if hook.mark else hook_worker.fork_worker(keeps_stdout=name == "step")
         if isinstance(forked, hook_worker.HookWorker):
-            return hook.wait(forked, root)
-        hook.child = forked
+            return hook.wait_for_worker(forked, root)
+        hook.own_pipe = forked
         import_msgspec()
         from forestage.clock import Clock
 
@@ -91,11 +91,11 @@ def _run_to_exit_status(name: HookKind, root: str = "") -> int:
     except Exception as error:  # noqa: BLE001 - the fail-open boundary, the only one in the program
         at = _format_code_location(error)
         what = f"reason={type(error).__name__} at={at} detail={str(error)[:1000]!r}"
-        hook.say(f"result=failed {what}")
-        hook.answer("leave", "error")
+        hook.write_log_line(f"result=failed {what}")
+        hook.write_answer("leave", "error")
     finally:
         background_prolog.end_background_work(hook.mark)
-        hook.watched.end()
+        hook.hook_pipe.exit_worker()
     return 0
 
 
@@ -167,9 +167,9 @@ def has_no_work(name: HookKind, environ: Mapping[str, str], root: str) -> bool:
     return not any(os.path.exists(f"{run}/{mark}") for mark in marks)
 
 
-def has_lease(environ: Mapping[str, str], run: str) -> bool:
+def has_lease(environ: Mapping[str, str], run_directory: str) -> bool:
     """Whether there is a lease of the job's number, whoever's it is; costs no import."""
-    return os.path.exists(f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.json")
+    return os.path.exists(f"{run_directory}/leases/{environ.get('SLURM_JOB_ID', '')}.json")
 
 
 def format_job_owner(environ: Mapping[str, str]) -> str:
@@ -195,7 +195,7 @@ def may_have_hints(comment: str) -> bool:
     return "stage" in comment
 
 
-def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
+def record_call(name: HookKind, environ: Mapping[str, str], run_directory: str) -> None:
     """Records that Slurm called this hook, and the latest job for which it did; never errs.
 
     `forestage status` and the alerts go by it: most jobs leave no event. Two Prologs at the same
@@ -206,10 +206,10 @@ def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
     job = environ.get("SLURM_JOB_ID", "")
     if name == "step" or not (job.isascii() and job.isdigit() and len(job) <= 10):
         return
-    _make_unlistable(run)
+    _make_unlistable(run_directory)
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO there blocks nobody
-        fd = os.open(f"{run}/called.{name}", flags, 0o644)
+        fd = os.open(f"{run_directory}/called.{name}", flags, 0o644)
         last = os.read(fd, 10)
         latest = int(last) if last.strip().isdigit() else 0
         if int(job) > latest:
@@ -222,30 +222,30 @@ def record_call(name: HookKind, environ: Mapping[str, str], run: str) -> None:
         return
 
 
-def _make_unlistable(run: str) -> None:
+def _make_unlistable(run_directory: str) -> None:
     """Has users pass through a directory of ours and not list it, as system/folders.py has it.
 
     That is an import. Never errs.
     """
     try:
-        if os.stat(run).st_mode & 0o7777 != 0o711:  # noqa: PTH116
-            os.chmod(run, 0o711)  # noqa: PTH101, S103
+        if os.stat(run_directory).st_mode & 0o7777 != 0o711:  # noqa: PTH116
+            os.chmod(run_directory, 0o711)  # noqa: PTH101, S103
     except OSError:
         return
 
 
-def update_nodelist(name: HookKind, environ: Mapping[str, str], run: str) -> None:
+def update_nodelist(name: HookKind, environ: Mapping[str, str], run_directory: str) -> None:
     """Keeps the nodes that Slurm named to a Prolog, for steps; costs no import, never errs.
 
     They are whom a copy may ask: a step's own list is its user's word. Beside the lease, as most
     jobs with images in their steps only have none before the first of these.
     """
-    file = f"{run}/leases/{environ.get('SLURM_JOB_ID', '')}.nodes"
+    file = f"{run_directory}/leases/{environ.get('SLURM_JOB_ID', '')}.nodes"
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     try:
         if name == "prolog" and ("[" in listed or "," in listed):
-            if os.path.exists(f"{run}/companion"):  # else no step asks
-                os.makedirs(f"{run}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
+            if os.path.exists(f"{run_directory}/companion"):  # else no step asks
+                os.makedirs(f"{run_directory}/leases", 0o700, exist_ok=True)  # noqa: PTH103 - pathlib is an import
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(file, flags, 0o600)
                 os.write(fd, os.fsencode(f"{listed}\n{format_job_owner(environ)}"))
@@ -268,9 +268,9 @@ def _read_second_line(file: str) -> str:
 class HookRun:
     """One run of a hook.
 
-    `mark`: of a Prolog whose script has ended (hooks/background_prolog.py). `child`: of the child
-    that does its work (hooks/hook_worker.py), what tells the hook. `slurm_conf` is there once `run`
-    is called.
+    `mark`: of a Prolog whose script has ended (hooks/background_prolog.py). `own_pipe`: of the
+    child that does its work (hooks/hook_worker.py), what tells the hook. `slurm_conf` is there once
+    `run` is called.
     """
 
     slurm_conf: SlurmConf
@@ -279,47 +279,47 @@ class HookRun:
         self.name = name
         self.environ = environ
         self.start = start
-        self.answered = name != "step"
+        self.has_answered = name != "step"
         self.settings: LoadedConfig | None = None
         self.mark = ""
-        self.child: HookPipe | None = None
+        self.own_pipe: HookPipe | None = None
 
     @property
-    def in_background(self) -> bool:
+    def is_in_background(self) -> bool:
         """Whether slurmd waits no more for this Prolog."""
         return bool(self.mark)
 
-    def detach(self, run: str) -> None:
+    def detach(self, run_directory: str) -> None:
         """Lets the script end, if the configuration, which is known only now, allows that.
 
         Who waits for this child sees it end with 0; what goes on is another process.
         """
         from forestage.hooks import background_prolog
 
-        if self.child is not None:
-            self.mark = background_prolog.detach_prolog(self.environ, run)
-        if self.child is not None and self.mark:
-            os.close(self.child.line)
-            self.child = None
+        if self.own_pipe is not None:
+            self.mark = background_prolog.detach_prolog(self.environ, run_directory)
+        if self.own_pipe is not None and self.mark:
+            os.close(self.own_pipe.pipe_fd)
+            self.own_pipe = None
 
     @property
-    def watched(self) -> HookPipe:
+    def hook_pipe(self) -> HookPipe:
         """Tells the process that waits for this one, if one does."""
         from forestage.hooks.hook_worker import NO_HOOK_PIPE
 
-        return self.child or NO_HOOK_PIPE
+        return self.own_pipe or NO_HOOK_PIPE
 
-    def wait(self, child: HookWorker, root: str) -> int:
+    def wait_for_worker(self, child: HookWorker, root: str) -> int:
         """Waits for the child that does the work; goes on without it where it hangs."""
         from forestage.hooks import hook_worker
 
         try:
-            return child.wait(lambda cache: _seconds_hung(cache, root))
+            return child.wait_for_exit(lambda cache: _seconds_hung(cache, root))
         except hook_worker.HookWorkerTimeout as late:
-            self._go_on_without(late.cache, _make_paths(root))
+            self._finish_without_worker(late.cache, _make_paths(root))
             return 0
 
-    def _go_on_without(self, cache: str, places: NodePaths) -> None:
+    def _finish_without_worker(self, cache: str, places: NodePaths) -> None:
         """The job reads its sources; what it holds of the cache the sweep releases."""
         from forestage.clock import Clock
         from forestage.errors import Declined
@@ -345,8 +345,8 @@ class HookRun:
             outcomes += [
                 request_results.make_error_outcome(request, why) for request in job.requests
             ]
-        self.report(job, outcomes, places, Clock())
-        self.answer("leave", why.reason)
+        self.record_outcomes(job, outcomes, places, Clock())
+        self.write_answer("leave", why.reason)
 
     def run(self, places: NodePaths, clock: Clock) -> None:
         """The work, its log line and its events. Expected errors become outcomes; others rise."""
@@ -354,14 +354,14 @@ class HookRun:
 
         hook_work.run_hook(self, places, clock)
 
-    def report(
+    def record_outcomes(
         self, job: Job, outcomes: Sequence[Outcome], places: NodePaths, clock: Clock
     ) -> None:
         """Writes the log line and the events of what came of the job's requests."""
         from forestage import events
 
         total = time.monotonic() - self.start
-        self.say(events.format_summary(job, outcomes, total))
+        self.write_log_line(events.format_summary(job, outcomes, total))
         try:
             events.record_outcomes(places, clock.wall(), self.name, job, outcomes, total)
         except OSError as error:
@@ -369,18 +369,18 @@ class HookRun:
             from forestage.events import losses
 
             losses.record_loss(places.lost_events, clock.wall(), error)
-            self.say(f"result=unrecorded detail={str(error)!r}")
+            self.write_log_line(f"result=unrecorded detail={str(error)!r}")
 
-    def say(self, text: str) -> None:
+    def write_log_line(self, text: str) -> None:
         """The hook's line in the log."""
         of_step = f"step={self.environ.get('SLURM_STEP_ID', '?')[:20]} " * (self.name == "step")
         line = f"{self.name} job={self.environ.get('SLURM_JOB_ID', '?')[:20]} {of_step}{text}"
         log.write_log_line(line, by_slurm="SLURM_SCRIPT_CONTEXT" in self.environ)
 
-    def answer(self, *fields: str) -> None:
+    def write_answer(self, *fields: str) -> None:
         """The companion's answer, if it waits for one and has none yet."""
-        if not self.answered:
-            self.answered = True
+        if not self.has_answered:
+            self.has_answered = True
             write_companion_line(*fields)
 
 

@@ -44,28 +44,28 @@ MAX_DIRECTORY_NAMES = 1000  # of all that lies beside them
 class _BindLookupResult(msgspec.Struct, frozen=True):
     """What the look as the user found: directories with who binds them, or why that is unknown.
 
-    `facts` are those of the user's files that were looked at; `variables` those that counted; both
-    are empty where one of them is no text.
+    `file_stamps` are those of the user's files that were looked at; `variables` those that counted;
+    both are empty where one of them is no text.
     """
 
     home: str
     bound: tuple[tuple[str, str], ...]
     doubt: str
-    facts: dict[str, tuple[int, int, int, int]]
+    file_stamps: dict[str, tuple[int, int, int, int]]
     variables: dict[str, str | None]
 
 
 class _PendingLookup(NamedTuple):
     """What was read of the node's own files, and the child that reads the user's.
 
-    In the memory `spot` it leaves what it asks for now; `home` is the user's, if that is known;
-    `since` is when it began, on the monotonic clock.
+    In the memory `path_memory` it leaves what it asks for now; `home` is the user's, if that is
+    known; `since` is when it began, on the monotonic clock.
     """
 
     files: RecordingTree
     site: EnrootSetup
     child: as_user.ChildProcess
-    spot: int
+    path_memory: int
     home: str
     since: float
 
@@ -73,33 +73,33 @@ class _PendingLookup(NamedTuple):
 class ContainerBinds:
     """What the containers of a job bind; looked up once.
 
-    `end` limits that: a job waits for its home directory as well. `decided` are lines for the
-    record of what its steps are shown, empty where there can be none. As a context it looks while
-    others do something else.
+    `end` limits that: a job waits for its home directory as well. `decision_lines` are lines for
+    the record of what its steps are shown, empty where there can be none. As a context it looks
+    while others do something else.
     """
 
     def __init__(self, places: NodePaths, job: Job, end: Deadline | None = None) -> None:
         self._places, self._job, self._end = places, job, end
-        self._looking: _PendingLookup | None = None
+        self._pending: _PendingLookup | None = None
         self._found: _BindLookupResult | None = None
-        self.decided: tuple[str, ...] = ()
+        self.decision_lines: tuple[str, ...] = ()
 
     def __enter__(self) -> "ContainerBinds":
-        self._looking = self._begin()
+        self._pending = self._start_lookup()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._looking:
-            self._looking.child.kill()
-            os.close(self._looking.spot)
+        if self._pending:
+            self._pending.child.kill()
+            os.close(self._pending.path_memory)
 
-    def must_not_hold(self, path: str, own: Sequence[str] = ()) -> None:
+    def check_not_below_bind(self, path: str, image_binds: Sequence[str] = ()) -> None:
         """Raises Declined (below-bind) where the container binds what this path lies below.
 
         `path` is resolved. `own` is what the image's fstab binds, variables as they are written.
         """
-        found = self._found = self._found or self._look()
-        bound = found.bound + (self._of_image(found, own) if own else ())
+        found = self._found = self._found or self._finish_lookup()
+        bound = found.bound + (self._list_image_binds(found, image_binds) if image_binds else ())
         for who, directory in bound:
             if enroot.is_bind_above(directory, path):
                 unknown = enroot.UNKNOWN in directory
@@ -113,10 +113,10 @@ class ContainerBinds:
             raise Declined("below-bind", f"the container may bind what is above it: {found.doubt}")
 
     @property
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return self._end.seconds_left() if self._end else USER_FILES_TIMEOUT
 
-    def _begin(self) -> "_PendingLookup":
+    def _start_lookup(self) -> "_PendingLookup":
         """Reads what is the node's here, and what is the user's in a child, as that user."""
         files = RecordingTree(self._places.root)
         site = enroot.read_enroot_setup(files, self._job.path)
@@ -126,24 +126,24 @@ class ContainerBinds:
         spot = os.memfd_create("spot")
 
         def work() -> as_user.ChildResult[_BindLookupResult]:
-            return self._as_user(site, binds, spot), []
+            return self._read_as_user(site, binds, spot), []
 
         since = time.monotonic()
         return _PendingLookup(files, site, as_user.ChildProcess(work, (spot,)), spot, home, since)
 
-    def _look(self) -> _BindLookupResult:
-        looking, self._looking = self._looking or self._begin(), None
+    def _finish_lookup(self) -> _BindLookupResult:
+        looking, self._pending = self._pending or self._start_lookup(), None
         hang = opening.find_server_hang(self._places, looking.home) if looking.home else ""
         try:
             found, line = looking.child.wait_for_reply(
-                _BindLookupResult, 0.0 if hang else self._left
+                _BindLookupResult, 0.0 if hang else self._seconds_left
             )
         except as_user.ChildTimeout:
-            return _make_unknown_binds(hang or self._hung(looking))
+            return _make_unknown_binds(hang or self._report_hang(looking))
         except (Declined, OSError) as error:  # it never fails a job
             return _make_unknown_binds(str(error))
         finally:
-            os.close(looking.spot)
+            os.close(looking.path_memory)
         line.close()
         files = looking.files
         ours = {
@@ -151,14 +151,14 @@ class ContainerBinds:
         }
         if found.variables:
             program = looking.site.program
-            self.decided = step_record.format_bind_lines(
-                program, ours, found.facts, found.variables
+            self.decision_lines = step_record.format_bind_lines(
+                program, ours, found.file_stamps, found.variables
             )
         return found
 
-    def _hung(self, looking: _PendingLookup) -> str:
+    def _report_hang(self, looking: _PendingLookup) -> str:
         """What the child waits for, and for how long already; who looks next is to know it."""
-        path = os.fsdecode(os.pread(looking.spot, PATH_MAX, 0).partition(b"\0")[0])
+        path = os.fsdecode(os.pread(looking.path_memory, PATH_MAX, 0).partition(b"\0")[0])
         if not path:
             return "earlier looks at this user's files still hang"
         opening.start_server_probe(self._places, path)
@@ -167,7 +167,7 @@ class ContainerBinds:
             path = f"the home directory {home}"
         return f"{path} did not answer for {time.monotonic() - looking.since:.1f} s"
 
-    def _as_user(
+    def _read_as_user(
         self, site: EnrootSetup, binds: Sequence[FstabBind], spot: int
     ) -> _BindLookupResult:
         """In a child: what the user's files add, and where all of it leads."""
@@ -176,7 +176,7 @@ class ContainerBinds:
         def at(path: str) -> None:
             os.pwrite(spot, os.fsencode(path)[:PATH_MAX] + b"\0", 0)
 
-        self._take_place()
+        self._acquire_user_slot()
         home = (
             (job.variables or {}).get("HOME") or job.home or as_user.find_home_directory(job.user)
         )
@@ -205,26 +205,26 @@ class ContainerBinds:
             )
         )
 
-    def _take_place(self) -> None:
+    def _acquire_user_slot(self) -> None:
         """In a child, as root: where as many of the user's hang as may, it waits for one."""
         with contextlib.suppress(OSError):  # /run is full, or this is no root
             place = USER_FILES.first_byte(self._job.user.uid) + os.getpid() % USER_FILES.width
             lock.lock_byte(self._places.mounting, place, is_blocking=True)
 
-    def _of_image(
-        self, found: _BindLookupResult, own: Sequence[str]
+    def _list_image_binds(
+        self, found: _BindLookupResult, image_binds: Sequence[str]
     ) -> tuple[tuple[str, str], ...]:
         """What the image's own fstab binds; in a child, where the paths lead is asked for."""
         variables = _make_variables(self._job, found.home)
-        bound = [("the image's /etc/fstab", variables.expand(source)) for source in own]
+        bound = [("the image's /etc/fstab", variables.expand(source)) for source in image_binds]
 
         def work() -> as_user.ChildResult[_BindLookupResult]:
-            self._take_place()
+            self._acquire_user_slot()
             as_user.set_effective_user(self._job.user)
             return _drop_undecodable(_BindLookupResult("", _resolve_links(bound), "", {}, {})), []
 
         try:
-            return as_user.run_in_child(work, _BindLookupResult, self._left)[0].bound
+            return as_user.run_in_child(work, _BindLookupResult, self._seconds_left)[0].bound
         except (Declined, OSError):
             return (("the image's /etc/fstab", enroot.UNKNOWN),)
 
@@ -279,7 +279,7 @@ def _make_unknown_binds(why: str) -> _BindLookupResult:
 
 
 def _resolve_links(
-    bound: Iterable[tuple[str, str]], at: Callable[[str], None] = lambda path: None
+    bound: Iterable[tuple[str, str]], report_path: Callable[[str], None] = lambda path: None
 ) -> tuple[tuple[str, str], ...]:
     """The directories as they are written, and without links: images are known by the latter."""
 
@@ -287,7 +287,7 @@ def _resolve_links(
         for who, directory in bound:
             yield who, directory
             if directory.startswith("/") and enroot.UNKNOWN not in directory:
-                at(directory)
+                report_path(directory)
                 yield who, as_user.resolve_links(directory)
 
     return tuple(dict.fromkeys(both()))
@@ -295,7 +295,7 @@ def _resolve_links(
 
 def _drop_undecodable(found: _BindLookupResult) -> _BindLookupResult:
     """Leaves out what is no text: an image below such a name is in no lease."""
-    counted = (*found.facts, *found.variables, *map(str, found.variables.values()))
+    counted = (*found.file_stamps, *found.variables, *map(str, found.variables.values()))
     told = all(_replace_undecodable(one) == one for one in counted)
     return msgspec.structs.replace(
         found,
@@ -305,7 +305,7 @@ def _drop_undecodable(found: _BindLookupResult) -> _BindLookupResult:
             for who, directory in found.bound
         ),
         doubt=_replace_undecodable(found.doubt),
-        facts=found.facts if told else {},
+        file_stamps=found.file_stamps if told else {},
         variables=found.variables if told else {},
     )
 

@@ -86,7 +86,7 @@ def run_epilog(
     # Half for each of the two times that the lock is needed.
     limit = lock.SPACE_TIMEOUT if limits.epilog_killed_after is None else limits.epilog_killed_after
     patience = min(lock.SPACE_TIMEOUT, limit / 2)
-    watched.ends_within(2 * patience)
+    watched.report_time_limit(2 * patience)
     lease, damage = None, None
     try:
         lease = leases.find_lease(job.id)
@@ -111,7 +111,7 @@ def run_epilog(
         cache = _find_cache(lease, config, places, clock, watched)
         if cache is None:
             return report(ReleaseOutcome("released"))
-        watched.works_on(str(cache.root))
+        watched.report_cache(str(cache.root))
         return _release_job(end, cache, config, features, report)
 
     try:
@@ -195,7 +195,7 @@ def _find_cache(
         return Cache(Path(lease.cache), places.claims, places.known_disks)
     if config is None:
         return None
-    watched.works_on(configured_root(config, places))
+    watched.report_cache(configured_root(config, places))
     return Node.from_config(config, places, clock).cache
 
 

@@ -15,24 +15,24 @@ class HookDeadlines(msgspec.Struct, frozen=True):
 
     `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
     all the same, and until `room` for the word that a copy has room, where it may have none.
-    `through`: what can be read through is not waited for until `copy`. `watch` is
+    `is_read_through`: what can be read through is not waited for until `copy`. `on_copy_wait` is
     called now and then during a wait. `fill` is how long a step waits for what its job has put into
-    its own directory; `progress` is called now and then while it waits for data. `ready`: whether
-    the hook waits until what is to be read through can be opened.
+    its own directory; `on_data_wait` is called now and then while it waits for data. `ready`:
+    whether the hook waits until what is to be read through can be opened.
     """
 
     end: Deadline
     copy: Deadline | None
     small: Deadline
     room: Deadline
-    watch: ProgressCallback = ignore_progress
+    on_copy_wait: ProgressCallback = ignore_progress
     fill: Deadline | None = None
-    progress: ProgressCallback = ignore_progress
+    on_data_wait: ProgressCallback = ignore_progress
     ready: bool = True
-    through: bool = False
+    is_read_through: bool = False
 
     @classmethod
-    def of(
+    def from_seconds(
         cls,
         clock: Clock,
         end: float,
@@ -50,10 +50,10 @@ class HookDeadlines(msgspec.Struct, frozen=True):
             ready=ready,
         )
 
-    def for_copy(self, size: int) -> Deadline:
+    def copy_deadline(self, size: int) -> Deadline:
         """Returns how long to wait for the copy of an image of `size` bytes, at first."""
         none = Deadline(0.0, self.end.clock)
-        asked = None if self.through else self.copy
+        asked = None if self.is_read_through else self.copy
         return asked or (self.small if size <= SMALL_IMAGE_BYTES else none)
 
 

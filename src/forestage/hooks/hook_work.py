@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def run_hook(hook: HookRun, places: NodePaths, clock: Clock) -> None:
     """The work, its log line and its events. Expected errors become outcomes; others rise."""
-    if hook.in_background:
+    if hook.is_in_background:
         _leave_job_cgroups()
     hook.slurm_conf = SlurmConf(hook.environ.get("SLURM_CONF", ""))
     # slurmd's word, also in a step, whose user has no say in it (src/spank/helper.c).
@@ -58,9 +58,9 @@ def run_hook(hook: HookRun, places: NodePaths, clock: Clock) -> None:
         job = step.with_step_variables(job, hook.environ)
     work = {"prolog": _run_prolog, "step": _run_step}[hook.name]
     job, outcomes = work(hook, job, places, clock)
-    if hook.in_background:
+    if hook.is_in_background:
         background_prolog.clear_needless_hints_flag(places, job)
-    return hook.report(job, outcomes, places, clock)
+    return hook.record_outcomes(job, outcomes, places, clock)
 
 
 def _leave_job_cgroups() -> None:
@@ -79,7 +79,7 @@ def _run_prolog(
     if LeaseDirectory(places.leases).lease_file(job.id).exists():
         from forestage.hooks import earlier_job
 
-        limits = earlier_job.release_earlier_job(places, clock, job, limits, hook.watched)
+        limits = earlier_job.release_earlier_job(places, clock, job, limits, hook.hook_pipe)
         update_nodelist(
             hook.name, hook.environ, os.fspath(places.run)
         )  # may have gone with the earlier
@@ -93,8 +93,8 @@ def _run_prolog(
     nodes, refusal = _make_nodes(hook, job, places, clock)
     _detach_if_allowed(hook, places, decided_by)
     # Once: several caches must not take several times what slurm.conf allows.
-    limit = prolog.make_prolog_deadlines(nodes[0], job, limits, refusal, hook.in_background)
-    hook.watched.ends_within(limit.end.seconds_left())
+    limit = prolog.make_prolog_deadlines(nodes[0], job, limits, refusal, hook.is_in_background)
+    hook.hook_pipe.report_time_limit(limit.end.seconds_left())
     if refusal is None and (job.requests or job.saves or has_data or job.hints.words):
         job, refusal = prolog.with_identified_user(job, limit)
     if features and refusal is None:
@@ -133,7 +133,7 @@ def _call_before_lease(hook: HookRun, node: Node, job: Job, features: Sequence[F
 
 def _detach_if_allowed(hook: HookRun, places: NodePaths, decided_by: Sequence[str]) -> None:
     """Lets this and the next Prologs end before their work does, where the companion is loaded."""
-    if hook.in_background or hook.settings is None or not places.loaded.exists():
+    if hook.is_in_background or hook.settings is None or not places.loaded.exists():
         return
     try:
         by_slurm = background_prolog.format_plugstack_lines(hook.slurm_conf)
@@ -144,7 +144,7 @@ def _detach_if_allowed(hook: HookRun, places: NodePaths, decided_by: Sequence[st
     except OSError:  # they do their work first
         return
     hook.detach(os.fspath(places.run))
-    if hook.in_background:
+    if hook.is_in_background:
         _leave_job_cgroups()
 
 
@@ -162,7 +162,7 @@ def _run_step(
         background_prolog.prolog_mark_path(hook.environ, os.fspath(places.run))
     )
     timeout = hook.environ.get(STEP_TIMEOUT_VARIABLE, "")
-    hook.watched.ends_within(float("inf"))  # the companion has a limit of its own
+    hook.hook_pipe.report_time_limit(float("inf"))  # the companion has a limit of its own
     nodes, refusal = _make_nodes(hook, job, places, clock)
     job, unknown = step.with_identified_user(nodes[0], job, timeout)
     job, refusal = step.with_prolog_notes(nodes[0], job, refusal or unknown)
@@ -183,16 +183,16 @@ def _run_step(
     )
     user_messages.write_hint_problems(nodes[0], job, say)
     # Once, as in the Prolog.
-    limit = step.make_step_deadlines(nodes[0], job, timeout, say, refusal, say.progress)
+    limit = step.make_step_deadlines(nodes[0], job, timeout, say, refusal, say.write_progress)
     done = [step.serve_step(node, job, limit, refusal) for node in nodes][-1]
     outcomes = done.outcomes
     if not later:
-        for name, value in request_results.list_image_variables(job, done.answers):
+        for name, value in request_results.list_image_variables(job, done.results):
             write_companion_line("env", name, value)
-    for words in done.also:
+    for words in done.hint_fields:
         write_companion_line("also", *words)
     data: list[RequestOutcome] = []
-    local = request_results.list_local_images(job, done.answers)
+    local = request_results.list_local_images(job, done.results)
     # Of a lease that cannot be read a refusal says so already.
     has_data = nodes[0].leases.has_data(job.id, job.user.uid)
     if features := _list_features_for_job(job, has_data):
@@ -205,10 +205,10 @@ def _run_step(
     for name, value in request_results.list_data_variables(data, local):
         write_companion_line("env", name, value)
     outcomes += data
-    user_messages.write_messages(nodes[0], job, outcomes, say, say.always)
+    user_messages.write_messages(nodes[0], job, outcomes, say, say.write_from_each_node)
     # At once: the log can wait, the step does not.
-    hook.answer(*(later or done.answer))
-    step.record_images_for_steps(nodes[0], job, decided_by, done.answers)
+    hook.write_answer(*(later or done.answer_fields))
+    step.record_images_for_steps(nodes[0], job, decided_by, done.results)
     return job, outcomes
 
 
@@ -223,9 +223,9 @@ def _make_before_lease_facts(hook: HookRun, node: Node, job: Job) -> BeforeLease
     from forestage.features.contexts import BeforeLeaseFacts
 
     def report(outcomes: Sequence[Outcome]) -> None:
-        hook.report(job, outcomes, node.places, node.clock)
+        hook.record_outcomes(job, outcomes, node.places, node.clock)
 
-    return BeforeLeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.say)
+    return BeforeLeaseFacts(node, job, hook.slurm_conf, hook.environ, report, hook.write_log_line)
 
 
 def _make_after_lease_facts(
@@ -240,7 +240,7 @@ def _write_feature_lines(hook: HookRun, lines: Sequence[LineFields]) -> None:
     """Tells the companion what a feature shows the step."""
     for words in lines:
         if any(map(has_control_characters, words)):
-            hook.say(f"result=unshown detail={words!r}")
+            hook.write_log_line(f"result=unshown detail={words!r}")
         else:
             write_companion_line(*words)
 
@@ -252,14 +252,14 @@ def _run_epilog(hook: HookRun, job: Job, places: NodePaths, clock: Clock) -> Non
     try:
         config = read_partition_config(hook, job, places)
     except ConfigError as error:
-        hook.say(f"result=failed reason=config detail={error.one_line!r}")
+        hook.write_log_line(f"result=failed reason=config detail={error.one_line!r}")
         config = None
     limits = timeouts.read_limits(hook.slurm_conf)
 
     def report(done: ReleaseOutcome) -> None:
-        hook.report(job, [done], places, clock)
+        hook.record_outcomes(job, [done], places, clock)
 
-    epilog.run_epilog(config, places, clock, job, limits, report, hook.watched)
+    epilog.run_epilog(config, places, clock, job, limits, report, hook.hook_pipe)
 
 
 def read_partition_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
@@ -268,12 +268,12 @@ def read_partition_config(hook: HookRun, job: Job, places: NodePaths) -> Config:
     for key in hook.settings.unlogged:
         where = ", ".join(hook.settings.removed[key])
         detail = f"{where}: {key} was removed: {REMOVED_KEYS[key]} (remove the line)"
-        hook.say(f"result=warning reason=removed-key detail={detail!r}")
+        hook.write_log_line(f"result=warning reason=removed-key detail={detail!r}")
     found = hook.settings.for_partition(job.partition)
     if found.redirect == "auto":
         loads = _read_companion_state(hook, places)
         if loads.why and hook.name == "prolog":  # once for a job
-            hook.say(f"result=unread reason=slurm-conf detail={loads.why!r}")
+            hook.write_log_line(f"result=unread reason=slurm-conf detail={loads.why!r}")
         found = resolve_auto_redirect(found, loads.state)
     return found
 
@@ -306,10 +306,10 @@ def _make_nodes(
         ]
         refusal = Declined("disabled", off) if off else Failed("config", error.one_line)
         if not nodes:
-            hook.watched.works_on(configured_root(bare, places))
+            hook.hook_pipe.report_cache(configured_root(bare, places))
         return nodes or [Node.from_config(bare, places, clock)], refusal
     off = off or ("" if config.enabled else "`enabled: false`")
-    hook.watched.works_on(configured_root(config, places))
+    hook.hook_pipe.report_cache(configured_root(config, places))
     node = Node.from_config(config, places, clock)
-    hook.watched.works_on(os.fspath(node.cache.root))
+    hook.hook_pipe.report_cache(os.fspath(node.cache.root))
     return [node], Declined("disabled", off) if off else None

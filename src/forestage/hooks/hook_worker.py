@@ -39,28 +39,28 @@ class HookPipe:
     """The child's end: what it tells the hook that waits for it."""
 
     def __init__(self, line: int = -1) -> None:
-        self.line = line
+        self.pipe_fd = line
 
-    def tell(self, word: bytes, value: str) -> None:
+    def send_message(self, word: bytes, value: str) -> None:
         """Nothing where nobody waits."""
-        if self.line >= 0:
+        if self.pipe_fd >= 0:
             try:
-                os.write(self.line, CONTROL_PREFIX + word + b" " + os.fsencode(value) + b"\n")
+                os.write(self.pipe_fd, CONTROL_PREFIX + word + b" " + os.fsencode(value) + b"\n")
             except OSError:  # the hook has been killed, and so this is about to be
                 return
 
-    def works_on(self, cache: str) -> None:
+    def report_cache(self, cache: str) -> None:
         """From now on it may hang with this cache."""
-        self.tell(CACHE_MESSAGE, cache)
+        self.send_message(CACHE_MESSAGE, cache)
 
-    def ends_within(self, seconds: float) -> None:
+    def report_time_limit(self, seconds: float) -> None:
         """The work is limited to so many seconds; what is over long after that hangs."""
-        self.tell(DEADLINE_MESSAGE, f"{time.monotonic() + seconds + TIME_LIMIT_MARGIN:f}")
+        self.send_message(DEADLINE_MESSAGE, f"{time.monotonic() + seconds + TIME_LIMIT_MARGIN:f}")
 
-    def end(self) -> None:
+    def exit_worker(self) -> None:
         """Ends the child, and so the hook; nothing where nobody waits."""
-        if self.line >= 0:
-            self.tell(ENDED_MESSAGE, "")
+        if self.pipe_fd >= 0:
+            self.send_message(ENDED_MESSAGE, "")
             os._exit(0)
 
 
@@ -103,14 +103,14 @@ class HookWorker:
 
     def __init__(self, pid: int, line: int) -> None:
         self.pid = pid
-        self.line = line
+        self.pipe_fd = line
         self.cache = ""
-        self.until = time.monotonic() + FIRST_TIME_LIMIT
+        self.deadline = time.monotonic() + FIRST_TIME_LIMIT
         self.status: int | None = None
-        self.rest = b""
+        self.partial_line = b""
         self.is_closed = False  # nobody has the line any more
 
-    def wait(self, hangs: Callable[[str], float]) -> int:
+    def wait_for_exit(self, seconds_hung: Callable[[str], float]) -> int:
         """Returns its exit status; passes on what it says.
 
         Raises HookWorkerTimeout, and has killed it then.
@@ -119,29 +119,29 @@ class HookWorker:
         from select import POLLIN, poll
 
         waiting = poll()
-        waiting.register(self.line, POLLIN)
+        waiting.register(self.pipe_fd, POLLIN)
         look = time.monotonic() + PROBE_INTERVAL
         while self.status is None:
             now = time.monotonic()
-            if now >= self.until:
-                raise self._late("")
+            if now >= self.deadline:
+                raise self._kill_late("")
             if now >= look:
-                if self.cache and hangs(self.cache) >= HANG_AFTER:
-                    raise self._late(self.cache)
+                if self.cache and seconds_hung(self.cache) >= HANG_AFTER:
+                    raise self._kill_late(self.cache)
                 look = time.monotonic() + PROBE_INTERVAL
             if self.is_closed:
                 time.sleep(CLOSED_POLL_INTERVAL)
-                self._look()
+                self._poll_exit()
             elif waiting.poll(1000 * min(EXIT_POLL_INTERVAL, max(0.0, look - now))):
-                self._hear()
+                self._read_messages()
             else:
-                self._look()
+                self._poll_exit()
         return self.status
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         """Reads what it says: what is not for the hook goes on to where that writes its log."""
-        data = os.read(self.line, 1 << 16)
-        *lines, self.rest = (self.rest + data).split(b"\n")
+        data = os.read(self.pipe_fd, 1 << 16)
+        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
         for said in lines:
             word, _, value = said.removeprefix(CONTROL_PREFIX).partition(b" ")
             if not said.startswith(CONTROL_PREFIX):
@@ -151,18 +151,18 @@ class HookWorker:
             elif word == CACHE_MESSAGE:
                 self.cache = os.fsdecode(value)
             elif word == DEADLINE_MESSAGE:
-                self.until = float(value)
+                self.deadline = float(value)
         if not data and self.status is None:
-            _write_log(self.rest)
+            _write_log(self.partial_line)
             self.is_closed = True  # killed, it may hang with what else it had open
 
-    def _look(self) -> None:
+    def _poll_exit(self) -> None:
         """Sees one that was killed, though others have the line."""
         found, status = os.waitpid(self.pid, os.WNOHANG)
         if found:
             self.status = os.waitstatus_to_exitcode(status)
 
-    def _late(self, cache: str) -> HookWorkerTimeout:
+    def _kill_late(self, cache: str) -> HookWorkerTimeout:
         try:
             os.kill(self.pid, 9)
         except OSError:  # it has just ended

@@ -71,13 +71,13 @@ def hold_entry(node: Node, job: Job, key: str, limit: HookDeadlines) -> Iterator
 
 
 def save_job_notes(
-    node: Node, job: Job, seconds: float, to_steps: bool = False, **said: object
+    node: Node, job: Job, lock_timeout: float, to_steps: bool = False, **said: object
 ) -> None:
     """Notes what is said to a job, with its lease; `to_steps`: each has to ask a helper for it.
 
     Waits so many seconds for the space lock. Raises Failed, OSError.
     """
-    with lock.held_if_writable(node.cache.space_lock, seconds):
+    with lock.held_if_writable(node.cache.space_lock, lock_timeout):
         node.leases.add_notes_and_keep_lease(read_or_make_lease(node, job), **said)
         if to_steps:
             node.leases.set_hints_flag(job.id)
@@ -102,9 +102,9 @@ def release_entry(node: Node, job: Job, key: str) -> None:
     change_job_lease(node, job, lambda lease: node.leases.write_or_drop(lease.without_entry(key)))
 
 
-def request_redirect(node: Node, job: Job, found: SourceImage) -> None:
+def request_redirect(node: Node, job: Job, image: SourceImage) -> None:
     """Has the stager redirect the path for this job, once the entry is here."""
-    use = EntryUse(found.key, found.path)
+    use = EntryUse(image.key, image.path)
     change_job_lease(node, job, lambda lease: node.leases.write_lease(lease.with_use(use)))
 
 

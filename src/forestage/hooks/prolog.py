@@ -93,7 +93,7 @@ def _leave_to_steps(answer: RequestResult) -> RequestResult:
     """
     if answer.outcome.reason != "no-permission":
         return answer
-    return answer.saying(redirect="spank")
+    return answer.with_facts(redirect="spank")
 
 
 def make_prolog_deadlines(
@@ -107,10 +107,12 @@ def make_prolog_deadlines(
     config, hint = node.config, job.hints.wait
     seconds = timeouts.prolog_budget(limits, opening.HOOK_TIMEOUT if refusal else config.deadline)
     if refusal or config.redirect == "spank":  # whose steps wait: no timeout of Slurm's ends that
-        return HookDeadlines.of(node.clock, seconds, None, small=False, ready=ready, room=hint != 0)
+        return HookDeadlines.from_seconds(
+            node.clock, seconds, None, small=False, ready=ready, room=hint != 0
+        )
     wish = requested_wait(config, hint, limits.job_lost_after)
     copy = None if wish is None else timeouts.prolog_budget(limits, wish)
-    return HookDeadlines.of(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
+    return HookDeadlines.from_seconds(node.clock, seconds, copy, hint != 0, ready, room=hint != 0)
 
 
 def _record_wait(node: Node, job: Job, answers: list[RequestResult]) -> None:

@@ -34,31 +34,31 @@ MAX_LOCAL_BYTES = MAX_LINE_BYTES // 2  # bytes
 class RequestResult(msgspec.Struct, frozen=True):
     """What a request came to, and its image where one was found.
 
-    `socket` is where the tasks of a step get the file through which they read; `decided` is by what
-    it was decided that a redirect is in no container's way (Binds.decided).
+    `socket` is where the tasks of a step get the file through which they read; `decision_lines` is
+    by what it was decided that a redirect is in no container's way (Binds.decision_lines).
     """
 
     outcome: RequestOutcome
     image: SourceImage | None = None
     socket: Path | None = None
-    decided: tuple[str, ...] = ()
+    decision_lines: tuple[str, ...] = ()
 
-    def saying(self, **facts: object) -> "RequestResult":
+    def with_facts(self, **facts: object) -> "RequestResult":
         """Returns the answer with these facts in its outcome."""
         return msgspec.structs.replace(self, outcome=msgspec.structs.replace(self.outcome, **facts))
 
 
 def make_served_result(
-    request: Request, found: SourceImage, result: OutcomeResult, shown: str
+    request: Request, image: SourceImage, result: OutcomeResult, redirect: str
 ) -> RequestResult:
     outcome = RequestOutcome(
-        result, request=make_printable(request.path), via=request.via, redirect=shown
+        result, request=make_printable(request.path), via=request.via, redirect=redirect
     )
-    return RequestResult(_with_image(outcome, found), found)
+    return RequestResult(_with_image(outcome, image), image)
 
 
 def make_error_outcome(
-    request: Request, error: Exception, found: SourceImage | None = None
+    request: Request, error: Exception, image: SourceImage | None = None
 ) -> RequestOutcome:
     """Pure: the outcome of a request that was not served."""
     if not isinstance(error, Declined):
@@ -70,11 +70,11 @@ def make_error_outcome(
         reason=error.reason,
         detail=make_printable(str(error)),
     )
-    return _with_image(outcome, found) if found else outcome
+    return _with_image(outcome, image) if image else outcome
 
 
-def _with_image(outcome: RequestOutcome, found: SourceImage) -> RequestOutcome:
-    return msgspec.structs.replace(outcome, image=found.path, key=found.key, size=found.size)
+def _with_image(outcome: RequestOutcome, image: SourceImage) -> RequestOutcome:
+    return msgspec.structs.replace(outcome, image=image.path, key=image.key, size=image.size)
 
 
 def with_baseline(node: Node, answer: RequestResult) -> RequestResult:
@@ -84,7 +84,7 @@ def with_baseline(node: Node, answer: RequestResult) -> RequestResult:
     takes = 0.0
     with contextlib.suppress(OSError):  # only a figure
         takes = baseline.estimate_read_seconds(node.cache, node.config, answer.image.key)
-    return answer.saying(baseline=takes)
+    return answer.with_facts(baseline=takes)
 
 
 def choose_result_variable(outcome: RequestOutcome) -> str:

@@ -60,29 +60,30 @@ SOURCE_TRIES = 2  # times that a source may change while it is copied before its
 class ServeContext(msgspec.Struct, frozen=True):
     """What the requests that are served together share.
 
-    `refusal` is why nothing may be staged; `held` what is open until all of them are finished.
+    `refusal` is why nothing may be staged; `exit_stack` what is open until all of them are
+    finished.
     """
 
     node: Node
     job: Job
     limit: HookDeadlines
     refusal: Declined | None
-    bound: ContainerBinds
-    held: contextlib.ExitStack
+    container_binds: ContainerBinds
+    exit_stack: contextlib.ExitStack
 
 
 class StagedRequest(msgspec.Struct, frozen=True):
-    """A request whose source is open and whose entry the job holds, until `held` is left.
+    """A request whose source is open and whose entry the job holds, until `exit_stack` is left.
 
-    `copying` is the stager that brings the entry; None where it is here. `since` is when the
+    `stager_channel` is the stager that brings the entry; None where it is here. `since` is when the
     request was begun, on the monotonic clock; `tries` how often by now, as its source changed.
     """
 
     request: Request
     opened: OpenImage
     lease: Lease
-    copying: "StartChannel | None"
-    held: contextlib.ExitStack
+    stager_channel: "StartChannel | None"
+    exit_stack: contextlib.ExitStack
     since: float
     tries: int
 
@@ -135,7 +136,7 @@ def start_request(
             _check_clear_of_binds(call, request, found)
             lease = held.enter_context(leases.hold_entry(node, job, opened.image.key, limit))
             copying = held.enter_context(copy_wait.ensure_copy_started(node, job, opened))
-            kept = call.held.enter_context(held.pop_all())
+            kept = call.exit_stack.enter_context(held.pop_all())
     except (ForestageError, OSError) as error:
         return _with_duration(call, _make_unserved_result(request, error, refusal, found), since)
     return StagedRequest(request, opened, lease, copying, kept, since, tries)
@@ -147,7 +148,7 @@ def finish_request(call: ServeContext, begun: StagedRequest | RequestResult) -> 
         return begun
     request, found = begun.request, begun.opened.image
     try:
-        with begun.held:
+        with begun.exit_stack:
             answer = _wait_and_show(call, begun)
     except (ForestageError, OSError) as error:
         is_changed = isinstance(error, Declined) and error.reason == "changed"
@@ -158,14 +159,14 @@ def finish_request(call: ServeContext, begun: StagedRequest | RequestResult) -> 
                 request, Declined("changed", f"{SOURCE_TRIES} times, {error}")
             )
         else:
-            answer = _make_unserved_result(request, error, found=found)
+            answer = _make_unserved_result(request, error, image=found)
     return _with_duration(call, answer, begun.since)
 
 
 def _with_duration(call: ServeContext, answer: RequestResult, since: float) -> RequestResult:
     """The answer with how long it took, and what decided."""
-    answer = answer.saying(wait=round(call.node.clock.monotonic() - since, 4))
-    answer = msgspec.structs.replace(answer, decided=call.bound.decided)
+    answer = answer.with_facts(wait=round(call.node.clock.monotonic() - since, 4))
+    answer = msgspec.structs.replace(answer, decision_lines=call.container_binds.decision_lines)
     return with_baseline(call.node, answer)
 
 
@@ -173,11 +174,11 @@ def _make_unserved_result(
     request: Request,
     error: Exception,
     refusal: Declined | None = None,
-    found: SourceImage | None = None,
+    image: SourceImage | None = None,
 ) -> RequestResult:
     """Pure: the answer where nothing is shown; `refusal` says more than what it led to."""
-    if found and isinstance(error, Declined):
-        return RequestResult(make_error_outcome(request, error, found), found)
+    if image and isinstance(error, Declined):
+        return RequestResult(make_error_outcome(request, error, image), image)
     return RequestResult(
         make_error_outcome(request, error if isinstance(error, Failed) else refusal or error)
     )
@@ -186,13 +187,15 @@ def _make_unserved_result(
 def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     """The entry, if it comes in time; else what the job does meanwhile."""
     node, job, limit = call.node, call.job, call.limit
-    opened, copying, found = begun.opened, begun.copying, begun.opened.image
-    first = limit.for_copy(found.size)
+    opened, copying, found = begun.opened, begun.stager_channel, begun.opened.image
+    first = limit.copy_deadline(found.size)
     begins = not first.seconds_left() and copying is not None and _may_lack_room(node, found)
     if begins:  # no job is to read through a copy that is refused, and say nothing of it
         first = limit.room
     try:
-        came = copy_wait.wait_for_copy(node, job, opened, copying, first, limit.watch, begins)
+        came = copy_wait.wait_for_copy(
+            node, job, opened, copying, first, limit.on_copy_wait, begins
+        )
     except Declined as late:
         if late.reason != "deadline":
             raise
@@ -200,7 +203,7 @@ def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
         if meanwhile is None:
             came = "joined"
         elif until := _extended_deadline(call, begun, meanwhile):
-            came = copy_wait.wait_for_copy(node, job, opened, copying, until, limit.watch)
+            came = copy_wait.wait_for_copy(node, job, opened, copying, until, limit.on_copy_wait)
         else:
             return meanwhile
     _check_clear_of_binds(call, begun.request, found)  # what its own fstab says is known now
@@ -211,27 +214,27 @@ def _wait_and_show(call: ServeContext, begun: StagedRequest) -> RequestResult:
     return make_served_result(begun.request, found, came, way)
 
 
-def _may_lack_room(node: Node, found: SourceImage) -> bool:
+def _may_lack_room(node: Node, image: SourceImage) -> bool:
     """Whether the copy's stager may find no room; as long as nothing has to be evicted it does."""
     from forestage.cache import evict  # a hit needs none of it
 
     try:
-        return not evict.is_space_free(node.cache, node.config, found.size)
+        return not evict.is_space_free(node.cache, node.config, image.size)
     except OSError:  # the stager meets it, too
         return True
 
 
 def _extended_deadline(
-    call: ServeContext, begun: StagedRequest, meanwhile: RequestResult
+    call: ServeContext, begun: StagedRequest, result: RequestResult
 ) -> Deadline | None:
     """How long the job would rather wait for its copy than read the source meanwhile, if at all."""
-    reads_source = call.limit.through and not meanwhile.socket
+    reads_source = call.limit.is_read_through and not result.socket
     shows = _choose_redirect(call, begun.request, begun.opened.image) == "spank"
     return call.limit.copy if reads_source and shows else None
 
 
 def _serve_while_copying(
-    call: ServeContext, begun: StagedRequest, late: Declined
+    call: ServeContext, begun: StagedRequest, deadline_error: Declined
 ) -> RequestResult | None:
     """What the job does while its image is copied; None where that has just ended."""
     node, limit, found = call.node, call.limit, begun.opened.image
@@ -242,8 +245,8 @@ def _serve_while_copying(
         if limit.copy is None and node.cache.find_entry(found):
             return None
         way = "later"
-    if limit.copy is not None and not limit.through:
-        return _make_unserved_result(begun.request, late, found=found)
+    if limit.copy is not None and not limit.is_read_through:
+        return _make_unserved_result(begun.request, deadline_error, image=found)
     if way != "spank":
         return make_served_result(begun.request, found, "started", way)
     return _start_read_through(call, begun)
@@ -271,7 +274,7 @@ def _start_read_through(call: ServeContext, begun: StagedRequest) -> RequestResu
         # (cache/arrival_map.remove_map_files).
         if node.cache.find_entry(found):
             return None
-        return started.saying(reason=why.reason, detail=make_printable(str(why)))
+        return started.with_facts(reason=why.reason, detail=make_printable(str(why)))
     result: OutcomeResult = "started" if job.step is None else "through"
     answer = make_served_result(begun.request, found, result, "spank")
     return msgspec.structs.replace(answer, socket=socket)
@@ -303,7 +306,7 @@ def _evict_for_unpacking(node: Node, job: Job, answers: list[RequestResult]) -> 
 
             whose = (needs[number], job.user.uid, SHORT_LOCK_TIMEOUT)
             keys = evict.evict_for_job(node.cache, node.leases, node.config, *whose)
-            answers[number] = answers[number].saying(evicted=keys)
+            answers[number] = answers[number].with_facts(evicted=keys)
     return answers
 
 
@@ -327,16 +330,16 @@ def _find_refusal(node: Node, job: Job, request: Request, limit: HookDeadlines) 
     return None
 
 
-def _check_may_stage(node: Node, found: SourceImage, refusal: Declined | None) -> None:
+def _check_may_stage(node: Node, image: SourceImage, refusal: Declined | None) -> None:
     """Raises Declined where this image must not be staged for the job."""
     if refusal:
         raise refusal
-    if node.config.redirect == "spank" and has_control_characters(found.path):
+    if node.config.redirect == "spank" and has_control_characters(image.path):
         # The step could not tell the companion, whose lines have fields between tabs.
         raise Declined("bad-path", "the path resolves to a name with control characters")
 
 
-def _check_clear_of_binds(call: ServeContext, request: Request, found: SourceImage) -> None:
+def _check_clear_of_binds(call: ServeContext, request: Request, image: SourceImage) -> None:
     """Raises Declined where the job's container binds a directory above.
 
     Then no redirect of this job's stays; where another job needs one, this container may not start.
@@ -344,19 +347,19 @@ def _check_clear_of_binds(call: ServeContext, request: Request, found: SourceIma
     if request.is_data or call.node.config.redirect == "none":
         return
     try:
-        entry = call.node.cache.find_entry_by_key(found.key)
-        call.bound.must_not_hold(found.path, entry.binds if entry else ())
+        entry = call.node.cache.find_entry_by_key(image.key)
+        call.container_binds.check_not_below_bind(image.path, entry.binds if entry else ())
     except Declined:
         # A Prolog does not see what a step asks for, and may have laid one.
-        leases.drop_own_redirect(call.node, call.job, found.path, call.limit)
+        leases.drop_own_redirect(call.node, call.job, image.path, call.limit)
         raise
 
 
-def _choose_redirect(call: ServeContext, request: Request, found: SourceImage) -> str:
+def _choose_redirect(call: ServeContext, request: Request, image: SourceImage) -> str:
     """How the path is to show the entry: bind, spank, or none for the site's sake or the job's."""
     job, way = call.job, call.node.config.redirect
     if way == "none" or not job.saves or not request.is_redirected:
         return way
     lease = call.node.leases.find_own_lease(job.id, job.user.uid)
-    may = lease is not None and job.saves in lease.saves and job.saves != found.path
+    may = lease is not None and job.saves in lease.saves and job.saves != image.path
     return way if may else "none"

@@ -44,25 +44,25 @@ MAX_ENVIRONMENT_BYTES = 8 << 20  # bytes; the kernel takes 6 MiB at most
 class StepResult(msgspec.Struct, frozen=True):
     """What the requests came to, for log and events, and the fields of the answer's line.
 
-    `also` are those of the images that the job's comment named, for lines before it.
+    `hint_fields` are those of the images that the job's comment named, for lines before it.
     """
 
-    answers: list[RequestResult]
-    answer: LineFields
-    also: tuple[LineFields, ...] = ()
+    results: list[RequestResult]
+    answer_fields: LineFields
+    hint_fields: tuple[LineFields, ...] = ()
 
     @property
     def outcomes(self) -> list[RequestOutcome]:
-        return [answer.outcome for answer in self.answers]
+        return [answer.outcome for answer in self.results]
 
 
 def make_step_deadlines(
     node: Node,
     job: Job,
     timeout: str,
-    say: user_messages.WriteMessage,
+    write_message: user_messages.WriteMessage,
     refusal: Declined | None,
-    progress: user_messages.WriteMessage | None = None,
+    write_progress: user_messages.WriteMessage | None = None,
 ) -> HookDeadlines:
     """Returns how long a step may go on, and wait for a copy.
 
@@ -76,16 +76,16 @@ def make_step_deadlines(
     filled = timeouts.STEP_WAIT if hint is None else min(hint, config.max_stage_wait)
     longest = max(0.0, timeouts.step_budget(math.inf, timeout) - COPIER_GRACE)
     tells = config.user_messages != "none"
-    waits = user_messages.WaitReporter(node.clock, say, math.inf)
-    brings = progress and user_messages.WaitReporter(
-        node.clock, progress, user_messages.REPEAT_MESSAGE_AFTER
+    waits = user_messages.WaitReporter(node.clock, write_message, math.inf)
+    brings = write_progress and user_messages.WaitReporter(
+        node.clock, write_progress, user_messages.REPEAT_MESSAGE_AFTER
     )
     return msgspec.structs.replace(
-        HookDeadlines.of(node.clock, end, copy, small=hint != 0, room=hint != 0),
+        HookDeadlines.from_seconds(node.clock, end, copy, small=hint != 0, room=hint != 0),
         fill=Deadline.after(min(filled, longest), node.clock),
-        through=config.cold_start_mode == "through",
-        watch=waits if tells and copy is not None else ignore_progress,
-        progress=brings if tells and brings else ignore_progress,
+        is_read_through=config.cold_start_mode == "through",
+        on_copy_wait=waits if tells and copy is not None else ignore_progress,
+        on_data_wait=brings if tells and brings else ignore_progress,
     )
 
 
@@ -219,7 +219,7 @@ def record_images_for_steps(
         _make_recorded_image(node, job, *pair) for pair in zip(job.requests, answers, strict=False)
     ]
     images = [image for image in found if image is not None]
-    by_binds = next((answer.decided for answer in answers if answer.decided), ())
+    by_binds = next((answer.decision_lines for answer in answers if answer.decision_lines), ())
     if images and by_binds:
         # Only a further step's time depends on it.
         with (

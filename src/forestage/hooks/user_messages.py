@@ -57,8 +57,8 @@ def write_messages(
     node: Node,
     job: Job,
     outcomes: Sequence[RequestOutcome],
-    say: WriteMessage,
-    always: WriteMessage | None = None,
+    write_message: WriteMessage,
+    write_always: WriteMessage | None = None,
 ) -> None:
     """Says what the requests came to, what went wrong first: most users read one line only.
 
@@ -67,7 +67,7 @@ def write_messages(
     for outcome in sorted(outcomes, key=lambda outcome: outcome.result not in UNSERVED_RESULTS):
         line = format_message(outcome, node.config.user_messages, job.waited)
         if line:
-            (always if always and is_mount_missing(outcome) else say)(line)
+            (write_always if write_always and is_mount_missing(outcome) else write_message)(line)
 
 
 def is_mount_missing(outcome: RequestOutcome) -> bool:
@@ -81,7 +81,7 @@ def with_requested_messages(node: Node, job: Job) -> Node:
     return node.with_config(user_messages="all") if job.hints.tell else node
 
 
-def write_hint_problems(node: Node, job: Job, say: "JobMessageWriter") -> None:
+def write_hint_problems(node: Node, job: Job, writer: "JobMessageWriter") -> None:
     """Says what the Prolog noted of the comment's hints, once: it is noted no longer."""
     if not job.hints.problems:
         return
@@ -97,7 +97,7 @@ def write_hint_problems(node: Node, job: Job, say: "JobMessageWriter") -> None:
         node.leases.clear_hints_flag(job.id, job.user.uid)
         node.leases.add_notes_and_keep_lease(lease, say=())
     for line in job.hints.problems:
-        say.progress(line)
+        writer.write_progress(line)
 
 
 def is_first_step_node(job: Job) -> bool:
@@ -108,48 +108,48 @@ def is_first_step_node(job: Job) -> bool:
 
 
 class WaitReporter:
-    """While a step waits: a line, so that nobody thinks it hangs, then one each `again` seconds."""
+    """While a step waits: a line, so that nobody thinks it hangs, then one each `repeat_seconds` seconds."""
 
     def __init__(self, clock: Clock, say: WriteMessage, again: float) -> None:
         self.clock = clock
-        self.say = say
-        self.again = again
-        self.due = clock.monotonic() + FIRST_MESSAGE_AFTER
+        self.write_message = say
+        self.repeat_seconds = again
+        self.next_message_time = clock.monotonic() + FIRST_MESSAGE_AFTER
 
     def __call__(self, line: Callable[[], str]) -> None:
-        if self.clock.monotonic() >= self.due:
-            self.due = self.clock.monotonic() + self.again
-            self.say(line())
+        if self.clock.monotonic() >= self.next_message_time:
+            self.next_message_time = self.clock.monotonic() + self.repeat_seconds
+            self.write_message(line())
 
 
 class JobMessageWriter:
     """Says a line to a job's user: one for each job, from the first node of the step.
 
     With `user_messages: all`, or stage-tell=yes, a line for each request of the job's first step.
-    `progress` says any number; why something failed is still said after it. `always` does so from
-    each node.
+    `write_progress` says any number; why something failed is still said after it.
+    `write_from_each_node` does so from each node.
     """
 
     def __init__(self, node: Node, job: Job, say: WriteMessage) -> None:
         self.node = node
         self.job = job
-        self.say = say
-        self.may: bool | None = None
+        self.write_message = say
+        self.may_write: bool | None = None
 
     def __call__(self, text: str) -> None:
-        if self.may is None or self.node.config.user_messages != "all":
-            self.may = is_first_step_node(self.job) and self._is_first()
-        if self.may:
-            self.say(f"{self.job.node}: {text}")
+        if self.may_write is None or self.node.config.user_messages != "all":
+            self.may_write = is_first_step_node(self.job) and self._is_first_message()
+        if self.may_write:
+            self.write_message(f"{self.job.node}: {text}")
 
-    def progress(self, text: str) -> None:
+    def write_progress(self, text: str) -> None:
         if is_first_step_node(self.job):
-            self.say(f"{self.job.node}: {text}")
+            self.write_message(f"{self.job.node}: {text}")
 
-    def always(self, text: str) -> None:
-        self.say(f"{self.job.node}: {text}")
+    def write_from_each_node(self, text: str) -> None:
+        self.write_message(f"{self.job.node}: {text}")
 
-    def _is_first(self) -> bool:
+    def _is_first_message(self) -> bool:
         """Whether the user has read nothing yet; notes in the lease that now they do."""
         node = self.node
         try:
@@ -162,19 +162,19 @@ class JobMessageWriter:
             return True
 
 
-def format_message(outcome: RequestOutcome, wanted: UserMessages, waited: float = 0.0) -> str:
+def format_message(outcome: RequestOutcome, mode: UserMessages, waited: float = 0.0) -> str:
     """Pure: the line that the user reads in the end; "" for none.
 
     `waited` are seconds that the job's Prolog took before this step.
     """
-    if wanted == "none":
+    if mode == "none":
         return ""
     if outcome.result in UNSERVED_RESULTS:
-        return _format_refusal(outcome, wanted)
-    return _format_served(outcome, waited) if wanted == "all" else ""
+        return _format_refusal(outcome, mode)
+    return _format_served(outcome, waited) if mode == "all" else ""
 
 
-def _format_refusal(outcome: RequestOutcome, wanted: UserMessages) -> str:
+def _format_refusal(outcome: RequestOutcome, mode: UserMessages) -> str:
     """Pure: why what was asked for is read as without us; "" where nobody needs to hear it."""
     name = outcome.image or outcome.request
     why = USER_TEXTS.get(outcome.reason, outcome.detail)
@@ -184,7 +184,7 @@ def _format_refusal(outcome: RequestOutcome, wanted: UserMessages) -> str:
         return f"{name} is not in the job's directory: {why}"
     if outcome.reason == "no-permission" and outcome.via == "hint" and not outcome.data:
         return f"{name} is not staged: {why}; give yourself the right to read it"
-    decided = outcome.reason in INTENDED_REASONS and (wanted != "all" or outcome.reason == "off")
+    decided = outcome.reason in INTENDED_REASONS and (mode != "all" or outcome.reason == "off")
     # Of a directory pyxis tells nothing.
     is_directory = outcome.data and outcome.request.endswith("/")
     quiet = decided or (outcome.reason in REASONS_REPORTED_BY_PYXIS and not is_directory)

@@ -81,7 +81,7 @@ def copy_chunks(
     """
     run = ChunkCopy(source, part, tuning, stop, readers)
     try:
-        run.all()
+        run.copy_chunks()
     finally:
         run.close()
     return run.pace
@@ -174,24 +174,27 @@ class ChunkCopy:
         self.hot = part.list_hot_chunks(tuning.chunk)
         self.todo = OrderedDict.fromkeys(order_chunks(missing, count, self.hot))
         for number in set(range(count)).difference(missing) if readers else ():
-            self._has(number)
+            self._publish_chunk(number)
 
-    def all(self) -> None:
-        self.bring_holes()
+    def copy_chunks(self) -> None:
+        self.complete_hole_chunks()
         threads = self.tuning.threads
-        self.join([self._work] * (threads if self.is_served() else min(threads, len(self.todo))))
+        self.run_threads(
+            [self._copy_until_done]
+            * (threads if self.is_served() else min(threads, len(self.todo)))
+        )
 
-    def bring_holes(self) -> None:
+    def complete_hole_chunks(self) -> None:
         """Brings all chunks that are known to hold no data; what is left to do may have some."""
         for number in [number for number in self.todo if number not in self.known.to_read]:
-            if self.ends():
+            if self.is_ending():
                 return
             del self.todo[number]
-            start, size = self.span(number)
+            start, size = self.chunk_span(number)
             allocation.punch_hole(self.image, start, size)
-            self.note(number, self._of_hole(size))
+            self.mark_complete(number, self._digest_zeros(size))
 
-    def join(self, works: Sequence[Callable[[], None]]) -> None:
+    def run_threads(self, works: Sequence[Callable[[], None]]) -> None:
         """Does all this at once, and sees to it that nothing is missing afterwards."""
         threads = [threading.Thread(target=do, name=f"copy-{n}") for n, do in enumerate(works)]
         for thread in threads:
@@ -213,26 +216,26 @@ class ChunkCopy:
             if fd is not None:
                 os.close(fd)
 
-    def ends(self) -> bool:
+    def is_ending(self) -> bool:
         return self.stop.is_set() or self.halt.is_set()
 
-    def _work(self) -> None:
+    def _copy_until_done(self) -> None:
         buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
         try:
-            while not self.ends():
-                if self._shares():
-                    self._take_piece()
+            while not self.is_ending():
+                if self._shares_a_chunk():
+                    self._copy_piece()
                     continue
                 with self.lock:
-                    number = self._first(self.readers.list_wanted() if self.readers else ())
+                    number = self._pop_next(self.readers.list_wanted() if self.readers else ())
                 if number is None:
                     return
-                self.note(number, self.take(number, buffer, self._write_right))
+                self.mark_complete(number, self.read_chunk(number, buffer, self._write_proven))
         except (OSError, Declined) as error:
             self.errors.append(error)
             self.halt.set()
 
-    def _shares(self) -> bool:
+    def _shares_a_chunk(self) -> bool:
         """Whether the threads share a chunk now, rather than have one each."""
         small = self.tuning.chunk <= SHARED_CHUNK
         return bool(self.shared) or (bool(self.todo) and small and self.is_served())
@@ -241,7 +244,7 @@ class ChunkCopy:
         """Whether jobs read the image while it is copied."""
         return self.readers is not None and self.readers.is_served()
 
-    def _first(self, wanted: Sequence[int]) -> int | None:
+    def _pop_next(self, wanted: Sequence[int]) -> int | None:
         """Takes the next chunk off the list, under the lock."""
         # Whoever waits for a chunk will mostly want the next one too.
         number = next((one for one in (*wanted, self.ahead) if one in self.todo), None)
@@ -251,12 +254,12 @@ class ChunkCopy:
         del self.todo[number]
         return number
 
-    def _take_piece(self) -> None:
+    def _copy_piece(self) -> None:
         """Brings a piece of the chunk that is most wanted, or waits a moment."""
         with self.lock:
             at = None
-            chunk = self._most_wanted()
-            if chunk is not None and (self.is_urgent(chunk.number) or self._may_read()):
+            chunk = self._pick_shared_chunk()
+            if chunk is not None and (self.is_urgent(chunk.number) or self._may_read_now()):
                 at = chunk.todo.popleft()
         if chunk is None or at is None:
             self.stop.wait(TICK)
@@ -264,20 +267,20 @@ class ChunkCopy:
         piece = chunk.memory[at : min(at + PIECE, chunk.size)]
         done = 0
         while done < len(piece):
-            with self._turn(len(piece) - done) as most:
+            with self._wait_to_read(len(piece) - done) as most:
                 want, rest = piece[done : done + most], chunk.memory[at + done :]
                 source_reader.read_piece(self.source, chunk.start + at + done, want, rest)
             done += len(want)
-        self._write_right(chunk.start + at, piece)
+        self._write_proven(chunk.start + at, piece)
         with self.lock:
             chunk.missing -= 1
             whole = not chunk.missing
         if whole:
-            self.note(chunk.number, digest.digest_chunk(chunk.memory[: chunk.size]))
+            self.mark_complete(chunk.number, digest.digest_chunk(chunk.memory[: chunk.size]))
             with self.lock:
                 self.shared.remove(chunk)
 
-    def _most_wanted(self) -> _SharedChunk | None:
+    def _pick_shared_chunk(self) -> _SharedChunk | None:
         """The chunk to go on with; None: all of them are being read to their end."""
         wanted = self.readers.list_wanted() if self.readers else []
         left = [chunk for chunk in self.shared if chunk.todo]
@@ -286,7 +289,7 @@ class ChunkCopy:
         jumps = new is not None and self.is_urgent(new)
         if left and not (jumps and not self.is_urgent(left[0].number)):
             return left[0]
-        number = self._first(wanted) if len(self.shared) < MOST_OPEN else None
+        number = self._pop_next(wanted) if len(self.shared) < MOST_OPEN else None
         if number is None:
             return left[0] if left else None
         memory = (
@@ -294,18 +297,18 @@ class ChunkCopy:
             if self.spare
             else source_reader.allocate_aligned_memory(self.tuning.chunk)
         )
-        self.shared.append(_SharedChunk(number, *self.span(number), memory))
+        self.shared.append(_SharedChunk(number, *self.chunk_span(number), memory))
         return self.shared[-1]
 
     def is_urgent(self, number: int) -> bool:
         """Whether a job waits for this chunk: then neither `bandwidth` nor reads hold it up."""
         return self.readers is not None and number in self.readers.list_wanted((NOW,))
 
-    def _may_read(self) -> bool:
-        alone = self._is_start() and self.gentle.locked()
-        return not alone and self.throttle.ready(PIECE)
+    def _may_read_now(self) -> bool:
+        alone = self._is_job_starting() and self.gentle.locked()
+        return not alone and self.throttle.try_acquire(PIECE)
 
-    def _is_start(self) -> bool:
+    def _is_job_starting(self) -> bool:
         """Whether a job reads the source here and there, as one does that starts.
 
         Then one thread copies, little by little: a job's read waits behind all that is under way.
@@ -329,7 +332,7 @@ class ChunkCopy:
         early = self.tuning.through and time.monotonic() < self.began + EARLY
         return early and self.readers.is_unread() and not self.part.is_waited_for(time.time())
 
-    def _yields(self) -> bool:
+    def _yields_to_job(self) -> bool:
         """Whether a job reads the source, and so the copy does not; but a little it always does."""
         if not self._is_source_busy(CALM_NS):
             return False
@@ -340,40 +343,44 @@ class ChunkCopy:
         return False
 
     @contextlib.contextmanager
-    def _turn(self, size: int) -> Iterator[int]:
+    def _wait_to_read(self, size: int) -> Iterator[int]:
         """Waits until this thread may read the source; yields how many of `size` bytes.
 
         Raises CopyStopped.
         """
         with contextlib.ExitStack() as during:
-            gentle = self._is_start()
+            gentle = self._is_job_starting()
             if gentle:
                 during.enter_context(self.gentle)
-                while self._is_start() and self._yields() and not self.ends():
+                while self._is_job_starting() and self._yields_to_job() and not self.is_ending():
                     self.stop.wait(TICK)
-            if self.ends():  # a chunk of a slow source takes long, and somebody may want the place
+            if (
+                self.is_ending()
+            ):  # a chunk of a slow source takes long, and somebody may want the place
                 raise CopyStopped
             if not gentle:
-                during.enter_context(self.pace.reading(size))
+                during.enter_context(self.pace.measure_read(size))
             yield min(size, GENTLE) if gentle else size
 
-    def span(self, number: int) -> tuple[int, int]:
+    def chunk_span(self, number: int) -> tuple[int, int]:
         """Where a chunk begins, and how long it is."""
         start = number * self.tuning.chunk
         return start, min(self.tuning.chunk, self.source.size - start)
 
-    def take(self, number: int, buffer: memoryview, write: Write) -> bytes:
+    def read_chunk(self, number: int, buffer: memoryview, write: Write) -> bytes:
         """Brings a chunk from the source; its digest."""
-        start, size = self.span(number)
+        start, size = self.chunk_span(number)
         if not self.is_urgent(number):
-            self.throttle.take(size, self.stop)
+            self.throttle.acquire(size, self.stop)
         running = digest.RunningDigest()
-        for at, piece in source_reader.read_pieces(self.source, start, size, buffer, self._turn):
+        for at, piece in source_reader.read_pieces(
+            self.source, start, size, buffer, self._wait_to_read
+        ):
             running.add(piece)
             write(at, piece)
         return running.digest()
 
-    def _of_hole(self, size: int) -> bytes:
+    def _digest_zeros(self, size: int) -> bytes:
         """The digest of so many zeros, taken once for each size that occurs (two at the most)."""
         if size not in self.holes:
             # Private memory that is only read is one page of zeros, however long.
@@ -381,30 +388,30 @@ class ChunkCopy:
             self.holes[size] = digest.digest_chunk(memoryview(zeros))
         return self.holes[size]
 
-    def note(self, number: int, found: bytes) -> None:
+    def mark_complete(self, number: int, found: bytes) -> None:
         """From now on the chunk is in."""
         os.pwrite(self.map, found, number * ENTRY_BYTES)
-        self._has(number)
+        self._publish_chunk(number)
         trace.reach_point("chunk")
 
-    def _has(self, number: int) -> None:
+    def _publish_chunk(self, number: int) -> None:
         """Tells the readers that the bytes of a chunk are right."""
         if self.readers is not None:
-            self.readers.mark_arrived(*self.span(number))
+            self.readers.mark_arrived(*self.chunk_span(number))
             self.readers.clear_wanted(number)
 
-    def forget(self, number: int) -> None:
+    def clear_arrived(self, number: int) -> None:
         """Tells the readers that the bytes of a chunk may change from now on."""
         if self.readers is not None:
             self.readers.clear_arrived(number)
 
-    def _write_right(self, start: int, data: memoryview) -> None:
+    def _write_proven(self, start: int, data: memoryview) -> None:
         """Writes what came from the source itself: jobs may read it at once."""
-        self.write(start, data)
+        self.write_piece(start, data)
         if self.readers is not None:
             self.readers.mark_arrived(start, len(data))
 
-    def write(self, start: int, data: memoryview) -> None:
+    def write_piece(self, start: int, data: memoryview) -> None:
         """Writes a piece; zeros where holes are likely become one."""
         if start // self.tuning.chunk in self.known.likely_sparse and source_reader.is_zero(data):
             allocation.punch_hole(self.image, start, len(data))

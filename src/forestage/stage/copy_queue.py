@@ -54,43 +54,47 @@ def evict_for_files(node: Node) -> bool:
 
 
 class QueuedCopy(msgspec.Struct, frozen=True):
-    """A copy in the queue, or under way if it is `placed`; `since` in monotonic seconds.
+    """A copy in the queue, or under way if it is `has_slot`; `since` in monotonic seconds.
 
-    `begun`: it has its room as well. `expected`: it is for jobs that may never come.
+    `has_begun`: it has its room as well. `expected`: it is for jobs that may never come.
     """
 
     key: str
     uid: int
     since: float
     need: CopyNeed = "later"
-    placed: bool = False
-    begun: bool = False
+    has_slot: bool = False
+    has_begun: bool = False
     expected: bool = False
 
 
-def choose_turn(key: str, copies: Sequence[QueuedCopy], places: int, share: int) -> CopyTurn:
+def choose_turn(key: str, copies: Sequence[QueuedCopy], slots: int, user_slots: int) -> CopyTurn:
     """Pure: what the copy of this key does now; `places` copies may be under way at once.
 
     Of these, one user's jobs get `slots_per_user` for copies that they need.
     """
-    placed = [copy for copy in copies if copy.placed]
-    free = max(0, places - len(placed))
+    placed = [copy for copy in copies if copy.has_slot]
+    free = max(0, slots - len(placed))
     if any(copy.key == key for copy in placed):
         idle = sorted((c for c in placed if c.need == "none"), key=lambda c: (-c.since, c.key))
-        begin = _list_beginning(copies, free + len(idle), share)
+        begin = _list_beginning(copies, free + len(idle), user_slots)
         needed = sum(copy.need != "none" for copy in begin)
         gives_way = [copy.key for copy in idle][: max(0, needed - free)]
         return "stop" if key in gives_way else "go"
-    return "go" if key in [copy.key for copy in _list_beginning(copies, free, share)] else "wait"
+    return (
+        "go" if key in [copy.key for copy in _list_beginning(copies, free, user_slots)] else "wait"
+    )
 
 
-def _list_beginning(copies: Sequence[QueuedCopy], free: int, share: int) -> list[QueuedCopy]:
+def _list_beginning(
+    copies: Sequence[QueuedCopy], free_slots: int, user_slots: int
+) -> list[QueuedCopy]:
     """Pure: those that begin if so many places are free."""
     # What nobody needs gives way, and so holds nothing up.
-    busy = Counter(copy.uid for copy in copies if copy.placed and copy.need != "none")
+    busy = Counter(copy.uid for copy in copies if copy.has_slot and copy.need != "none")
     begin: list[QueuedCopy] = []
     for copy in order_waiting(copies):
-        if len(begin) < free and (copy.need == "none" or busy[copy.uid] < share):
+        if len(begin) < free_slots and (copy.need == "none" or busy[copy.uid] < user_slots):
             begin.append(copy)
             busy[copy.uid] += copy.need != "none"
     return begin
@@ -98,8 +102,8 @@ def _list_beginning(copies: Sequence[QueuedCopy], free: int, share: int) -> list
 
 def order_waiting(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
     """Pure: those that wait, in the order in which they begin."""
-    left = [copy for copy in copies if not copy.placed]
-    running = Counter(copy.uid for copy in copies if copy.placed)
+    left = [copy for copy in copies if not copy.has_slot]
+    running = Counter(copy.uid for copy in copies if copy.has_slot)
     line: list[QueuedCopy] = []
     while left:
         first = min(left, key=lambda c: (_RANK[c.need], running[c.uid], c.since, c.key))
@@ -112,8 +116,8 @@ def order_waiting(copies: Sequence[QueuedCopy]) -> list[QueuedCopy]:
 def estimate_wait(
     key: str,
     copies: Sequence[QueuedCopy],
-    places: int,
-    share: int,
+    slots: int,
+    user_slots: int,
     left: Mapping[str, float | None],
 ) -> float:
     """Pure: seconds, at least, until the copy of this key, which waits, has a place.
@@ -123,20 +127,20 @@ def estimate_wait(
     (own,) = (copy for copy in copies if copy.key == key)
     mine = [copy for copy in copies if copy.uid == own.uid]
     return max(
-        _estimate_wait_for_slot(key, copies, places, left),
-        _estimate_wait_for_slot(key, mine, share, left),
+        _estimate_wait_for_slot(key, copies, slots, left),
+        _estimate_wait_for_slot(key, mine, user_slots, left),
     )
 
 
 def _estimate_wait_for_slot(
-    key: str, copies: Sequence[QueuedCopy], places: int, left: Mapping[str, float | None]
+    key: str, copies: Sequence[QueuedCopy], slots: int, left: Mapping[str, float | None]
 ) -> float:
     # Those that nobody needs give way.
-    ends = sorted(left.get(c.key) or 0.0 for c in copies if c.placed and c.need != "none")
+    ends = sorted(left.get(c.key) or 0.0 for c in copies if c.has_slot and c.need != "none")
     ahead = [copy.key for copy in order_waiting(copies)].index(key)
-    if ahead < places - len(ends) or not ends:
+    if ahead < slots - len(ends) or not ends:
         return 0.0
-    return ends[min(ahead - (places - len(ends)), len(ends) - 1)]
+    return ends[min(ahead - (slots - len(ends)), len(ends) - 1)]
 
 
 def wait_for_slot(node: Node, key: str, owner: PartRecord, stop: threading.Event) -> PartRecord:
@@ -190,7 +194,7 @@ def stop_when_requested(node: Node, key: str, stop: threading.Event) -> Iterator
         if (alone and has_job_begun_recently(node)) or leased is None or key in leased:
             stop.set()
         with contextlib.suppress(OSError):  # of the disk: the copy itself will meet it
-            if any(one.placed for one in list_requested_copies(node)):
+            if any(one.has_slot for one in list_requested_copies(node)):
                 stop.set()
 
     with repeat_in_thread(watch, WATCH, "expected"):
@@ -209,7 +213,9 @@ def wait_for_expected_copies(node: Node) -> bool:
     """
     end = Deadline.after(LETS_GO, node.clock)
     found = False
-    while any(one.expected and one.begun for one in list_live_copies(node)) and end.seconds_left():
+    while (
+        any(one.expected and one.has_begun for one in list_live_copies(node)) and end.seconds_left()
+    ):
         found = True
         node.clock.sleep(POLL)
     return found

@@ -41,9 +41,9 @@ def ignore_progress(line: Callable[[], str]) -> None:
 
 
 class StagerEnd(msgspec.Struct, frozen=True):
-    """How one stager ended. `own` is whether this hook started it; the last message is its only."""
+    """How one stager ended. `is_own` is whether this hook started it; the last message is its only."""
 
-    own: bool
+    is_own: bool
     message: "StartReport | None" = None
 
 
@@ -66,8 +66,8 @@ def wait_for_copy(
     opened: OpenImage,
     copying: "StartChannel | None",
     deadline: Deadline,
-    watch: ProgressCallback = ignore_progress,
-    until_begun: bool = False,
+    report_progress: ProgressCallback = ignore_progress,
+    only_until_begun: bool = False,
 ) -> Arrival:
     """Waits until a stager has published the image.
 
@@ -82,7 +82,12 @@ def wait_for_copy(
     if copying is None:
         return "hit"
     eta = CopyEstimate(
-        node, opened.image, deadline, watch, leased=job.id != 0, until_begun=until_begun
+        node,
+        opened.image,
+        deadline,
+        report_progress,
+        leased=job.id != 0,
+        until_begun=only_until_begun,
     )
     killed = 0
     with contextlib.ExitStack() as later:
@@ -91,14 +96,14 @@ def wait_for_copy(
             message = end.message
             if node.cache.find_entry(opened.image) is not None:
                 found = message is not None and message.state == "found"
-                return "copied" if end.own and not found else "joined"
+                return "copied" if end.is_own and not found else "joined"
             if message is not None and message.state == "failed":
                 error = Failed if message.node_failed else Declined
                 raise error(message.reason, message.detail)
             # A killed stager closes its socket before the kernel drops its lock, so that "busy" may
             # still mean the one just counted: only own stagers count, other waits end at the
             # deadline.
-            killed += end.own
+            killed += end.is_own
             if killed == TRIES:
                 what = f"the copy of {opened.image.path} was killed {TRIES} times"
                 raise Failed("copy", what)
@@ -130,12 +135,12 @@ def _make_poll(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll
         if is_other:
             node.clock.sleep(seconds)
             free = lock.is_free(node.cache.key_lock(wanted.key))
-            return StagerEnd(own=False) if free else None
+            return StagerEnd(is_own=False) if free else None
         message = channel.receive_message(seconds)
         is_other = message is not None and message.state == "busy"
         if message is None or message.state in ("started", "busy"):
             return None
-        return StagerEnd(own=True, message=message)
+        return StagerEnd(is_own=True, message=message)
 
     return poll
 
@@ -143,12 +148,12 @@ def _make_poll(channel: "StartChannel", node: Node, wanted: SourceImage) -> Poll
 def _wait_for_stager(eta: "CopyEstimate", poll: Poll) -> StagerEnd:
     """Waits for a stager's end. Raises Declined once that cannot come in time."""
     seconds = FIRST_PAUSE
-    while not eta.hopeless():
+    while not eta.should_stop_waiting():
         end = poll(min(seconds, eta.deadline.seconds_left()))
         if end is not None:
             return end
         seconds = min(LONGEST_PAUSE, seconds * 1.3)
-    raise Declined("deadline", eta.summary())
+    raise Declined("deadline", eta.format_summary())
 
 
 class CopyEstimate:
@@ -176,16 +181,16 @@ class CopyEstimate:
         self.watch = watch
         self.leased = leased
         self.until_begun = until_begun
-        self.done = 0
-        self.needs: float | None = None
-        self.begins = 0.0
+        self.copied_bytes = 0
+        self.seconds_left: float | None = None
+        self.seconds_until_slot = 0.0
 
-    def hopeless(self) -> bool:
+    def should_stop_waiting(self) -> bool:
         """True at the deadline, or when even a faster copy than this would miss it.
 
         Also once the copy has begun, where that is all that is waited for.
         """
-        self.watch(self.progress)
+        self.watch(self.format_progress)
         left = self.deadline.seconds_left()
         if left == 0.0:
             return True
@@ -194,30 +199,30 @@ class CopyEstimate:
         if owner is None or (owner.expected and self.leased):
             return False  # the job's own comes, which has no `prefetch.bandwidth`
         if owner.phase == "queued":
-            self.begins = 0.0 if owner.placed else self._begins()
-            return self.begins > left * SPEEDUP_MARGIN
+            self.seconds_until_slot = 0.0 if owner.placed else self._seconds_until_slot()
+            return self.seconds_until_slot > left * SPEEDUP_MARGIN
         if self.until_begun:
             return True
         took = self.clock.monotonic() - owner.began
         if took < OBSERVE:
             return False
-        self.done = self.part.copied_bytes(owner)
-        self.needs = _estimate_seconds_left(owner, self.done, took)
-        return self.needs is not None and self.needs > left * SPEEDUP_MARGIN
+        self.copied_bytes = self.part.copied_bytes(owner)
+        self.seconds_left = _estimate_seconds_left(owner, self.copied_bytes, took)
+        return self.seconds_left is not None and self.seconds_left > left * SPEEDUP_MARGIN
 
-    def _begins(self) -> float:
+    def _seconds_until_slot(self) -> float:
         """Seconds, at least, until a place for this copy is free."""
         from forestage.stage import copy_queue
 
         copies = copy_queue.list_live_copies(self.node)
-        if self.key not in (copy.key for copy in copies if not copy.placed):
+        if self.key not in (copy.key for copy in copies if not copy.has_slot):
             return 0.0  # it has a place by now, or has ended
-        left = {copy.key: self._left(copy.key) for copy in copies if copy.placed}
+        left = {copy.key: self._seconds_left_of(copy.key) for copy in copies if copy.has_slot}
         config = self.node.config
         share = copy_queue.slots_per_user(config)
         return copy_queue.estimate_wait(self.key, copies, config.max_copies, share, left)
 
-    def _left(self, key: str) -> float | None:
+    def _seconds_left_of(self, key: str) -> float | None:
         """Seconds that another copy needs, at its rate so far."""
         part = self.node.cache.part(key)
         owner = part.find_record()
@@ -226,21 +231,26 @@ class CopyEstimate:
             return None
         return _estimate_seconds_left(owner, part.copied_bytes(owner), took)
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Returns, for the user, why the job does not wait."""
-        if self.begins:
-            begins = format_duration(self.begins)
+        if self.seconds_until_slot:
+            begins = format_duration(self.seconds_until_slot)
             return f"{self.path} is queued behind other copies for {begins} more, at least"
-        so_far = f"{format_size(self.done)} of {format_size(self.size)} of {self.path} are here"
-        if self.needs is None:
+        so_far = (
+            f"{format_size(self.copied_bytes)} of {format_size(self.size)} of {self.path} are here"
+        )
+        if self.seconds_left is None:
             return so_far
-        return f"{so_far}, the rest takes {format_duration(self.needs)} more"
+        return f"{so_far}, the rest takes {format_duration(self.seconds_left)} more"
 
-    def progress(self) -> str:
+    def format_progress(self) -> str:
         """Returns, for a user who waits, how far the copy is and about how long it takes."""
-        if self.needs is None:
+        if self.seconds_left is None:
             return f"waiting for the copy of {self.path}, which is about to begin"
-        percent, left = 100 * self.done // self.size, 5 * max(1, round(self.needs / 5))
+        percent, left = (
+            100 * self.copied_bytes // self.size,
+            5 * max(1, round(self.seconds_left / 5)),
+        )
         return (
             f"waiting for the copy of {self.path}: {percent}% are here,"
             f" about {format_duration(left)} left"

@@ -19,12 +19,13 @@ from forestage.system import run
 class EngineResult(NamedTuple):
     """What came of a copy: bytes by the node that gave them, and the source's bytes per second.
 
-    `others` are those of them that are not of the job. `rate` is 0 where that is not known.
+    `other_nodes` are those of them that are not of the job. `bytes_per_second` is 0 where that is
+    not known.
     """
 
-    given: Mapping[str, int] = {}
-    others: tuple[str, ...] = ()
-    rate: float = 0.0
+    bytes_by_node: Mapping[str, int] = {}
+    other_nodes: tuple[str, ...] = ()
+    bytes_per_second: float = 0.0
 
 
 class CopyHelpers(Protocol):
@@ -46,7 +47,7 @@ class ChunkEngine:
     def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning
 
-    def needs(self, source: ReadableSource) -> int:
+    def needed_bytes(self, source: ReadableSource) -> int:
         """The bytes of disk that image and map will take in all."""
         found = source_reader.map_chunks(source, self.tuning.chunk)
         return allocation.needed_bytes(source.size, self.tuning.chunk, found.to_reserve)
@@ -72,7 +73,7 @@ class ChunkEngine:
         if helpers is not None:
             return helpers.copy(source, part, self.tuning, stop, readers)
         pace = chunks.copy_chunks(source, part, self.tuning, stop, readers)
-        return EngineResult(rate=pace.rate(source.size))
+        return EngineResult(bytes_per_second=pace.bytes_per_second(source.size))
 
 
 class RsyncEngine:
@@ -85,7 +86,7 @@ class RsyncEngine:
     def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning
 
-    def needs(self, source: ReadableSource) -> int:
+    def needed_bytes(self, source: ReadableSource) -> int:
         return source.size + allocation.map_bytes(source.size, self.tuning.chunk)
 
     def reserve(self, source: ReadableSource, part: Part) -> None:

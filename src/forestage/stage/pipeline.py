@@ -210,7 +210,7 @@ def _evict_for(task: CopyTask, content: ReadableSource, figures: CopyStats) -> N
     node = task.node
     need = max(
         0,
-        engines.choose_engine(node.config, task.image.size).needs(content)
+        engines.choose_engine(node.config, task.image.size).needed_bytes(content)
         - task.part.allocated_bytes(),
     )
     figures.evicted += evict.make_room(
@@ -301,7 +301,7 @@ def _log_progress(task: CopyTask, owner: PartRecord) -> Iterator[None]:
     due = ProgressThrottle()
 
     def say() -> None:
-        if due.now(task.part.copied_bytes(owner)):
+        if due.is_line_due(task.part.copied_bytes(owner)):
             log.write_log_line(
                 f"stager job={owner.job} {format_progress(task, owner)}", by_slurm=True
             )
@@ -320,7 +320,7 @@ class ProgressThrottle:
         self._last = -1
         self._pause = self._left = 0  # looks without a line
 
-    def now(self, copied: int) -> bool:
+    def is_line_due(self, copied: int) -> bool:
         """Whether to write one, `copied` being the bytes that are here at this look."""
         if copied != self._last:
             self._last, self._pause, self._left = copied, 0, 0

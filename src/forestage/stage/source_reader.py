@@ -58,7 +58,7 @@ class RateLimiter:
         self.free_at = time.monotonic()
         self.lock = threading.Lock()
 
-    def take(self, size: int, stop: threading.Event) -> None:
+    def acquire(self, size: int, stop: threading.Event) -> None:
         """Returns when `size` more bytes may flow, or the copy is to stop."""
         if self.rate is None:
             return
@@ -67,7 +67,7 @@ class RateLimiter:
             self.free_at = start + size / self.rate
         stop.wait(max(0.0, start - time.monotonic()))
 
-    def ready(self, size: int) -> bool:
+    def try_acquire(self, size: int) -> bool:
         """Whether `size` more bytes may flow at once; then they count."""
         now = time.monotonic()
         with self.lock:
@@ -93,7 +93,7 @@ class RateMeter:
         self._since = 0.0
 
     @contextlib.contextmanager
-    def reading(self, size: int) -> Iterator[None]:
+    def measure_read(self, size: int) -> Iterator[None]:
         """Around one read of `size` bytes; an error counts for nothing but its time."""
         with self._lock:
             if not self._threads:
@@ -109,7 +109,7 @@ class RateMeter:
                 if not self._threads:
                     self.seconds += time.monotonic() - self._since
 
-    def rate(self, size: int) -> float:
+    def bytes_per_second(self, size: int) -> float:
         """Bytes per second; 0 where too little of an image of `size` bytes was read so."""
         counts = self.seconds > 0 and self.bytes >= min(SAMPLE, size / 2)
         return round(self.bytes / self.seconds) if counts else 0.0
@@ -120,7 +120,7 @@ def read_pieces(
     start: int,
     size: int,
     buffer: memoryview,
-    turn: Callable[[int], AbstractContextManager[int]] = contextlib.nullcontext,
+    wait_to_read: Callable[[int], AbstractContextManager[int]] = contextlib.nullcontext,
 ) -> Iterator[tuple[int, memoryview]]:
     """Reads a chunk through the buffer: where each piece begins in the file, and the piece.
 
@@ -128,7 +128,7 @@ def read_pieces(
     """
     at, end = start, start + size
     while at < end:
-        with turn(min(len(buffer), end - at)) as most:
+        with wait_to_read(min(len(buffer), end - at)) as most:
             piece = buffer[:most]
             read_piece(source, at, piece, buffer)
         yield at, piece

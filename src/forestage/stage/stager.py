@@ -47,7 +47,7 @@ def _run_stager(task: CopyTask, hook: StartChannel) -> None:
     has_key = threading.Event()
 
     def work(stop: threading.Event) -> None:
-        own = task.received()
+        own = task.with_descriptor()
         hook.release_hook(own.opened.fd)
         try:
             with contextlib.ExitStack() as held:

@@ -17,7 +17,7 @@ class CopyTask(msgspec.Struct, frozen=True):
     job: Job
     opened: OpenImage
 
-    def received(self) -> "CopyTask":
+    def with_descriptor(self) -> "CopyTask":
         """Returns the same with the source as a descriptor of this process."""
         return CopyTask(self.node, self.job, self.opened.with_descriptor())
 

@@ -112,7 +112,7 @@ def test_existing_hook_lines_are_not_proposed_by_enable_and_are_removed_by_disab
     slurm: Slurm,
 ) -> None:
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog=\\\n{EPILOG}\n")
-    assert slurm.to_enable().empty
+    assert slurm.to_enable().is_empty
     assert slurm.to_disable().lines == [
         removed(CONF, f"Prolog={PROLOG}", "line 4"),
         removed(CONF, f"Epilog={EPILOG}", "lines 5-6"),
@@ -122,7 +122,7 @@ def test_existing_hook_lines_are_not_proposed_by_enable_and_are_removed_by_disab
 def test_disable_names_the_included_file_that_has_the_hook_line(slurm: Slurm) -> None:
     slurm.write("/etc/slurm/hooks.conf", f"prolog = {PROLOG}\n")
     slurm.write(CONF, f"{TEXT}\nInclude hooks.conf\nEpilog={EPILOG}\n")
-    assert slurm.to_enable().empty
+    assert slurm.to_enable().is_empty
     first = slurm.to_disable().lines[0]
     assert first == removed("/etc/slurm/hooks.conf", f"prolog = {PROLOG}", "line 1")
 
@@ -209,7 +209,7 @@ def test_site_prolog_script_that_calls_the_hook_needs_no_line_and_is_noted_by_di
 ) -> None:
     slurm.script("/site/prolog", f"#!/bin/sh\nmount /scratch\nexec {PROLOG}\n")
     slurm.write(CONF, f"{TEXT}\nProlog=/site/prolog\nEpilog={EPILOG}\n")
-    assert slurm.to_enable().empty
+    assert slurm.to_enable().is_empty
     plan = slurm.to_disable()
     assert [one.text for one in plan.lines] == [f"Epilog={EPILOG}"]
     assert any("/site/prolog" in note for note in plan.notes)
@@ -229,7 +229,7 @@ def test_site_prolog_script_that_runs_a_directory_with_the_hook_needs_no_line(
     slurm.write(CONF, f"{TEXT}\nProlog=/etc/slurm/prolog.sh\nEpilog={EPILOG}\n")
     plan = slurm.to_enable()
     if ours == "50-all-forestage":
-        assert plan.empty
+        assert plan.is_empty
     else:
         assert "Prolog=/etc/slurm/prolog.sh is there already" in plan.refusals[0]
 
@@ -244,7 +244,7 @@ def test_enable_makes_a_link_that_the_prolog_glob_matches_and_disable_removes_th
     slurm.with_glob(pattern)
     slurm.enable()
     assert os.readlink(slurm.at(f"{PROLOG_D}/{name}")) == str(slurm.at(PROLOG))
-    assert slurm.to_enable().empty
+    assert slurm.to_enable().is_empty
     slurm.script(f"{PROLOG_D}/20-site.sh")
     slurm.disable()
     assert name not in slurm.names()
@@ -255,7 +255,7 @@ def test_link_to_the_hook_by_another_name_is_recognized_and_removed_by_disable(
 ) -> None:
     slurm.with_glob()
     slurm.link(f"{PROLOG_D}/05-images")
-    assert slurm.to_enable().empty
+    assert slurm.to_enable().is_empty
     assert any("not seen from here" in note for note in slurm.to_disable().notes)
     slurm.disable()
     assert slurm.names() == ["20-site"]
@@ -660,7 +660,7 @@ def test_enable_prints_optional_slurm_lines_for_the_caches_disk(
     ]
     slurm.write(CONF, f"{TEXT}\nProlog={PROLOG}\nEpilog={EPILOG}\n")
     plan = enable_plan.plan_enable(slurm.files, slurm_site.read_site(slurm.files, slurm.conf), NVME)
-    assert plan.empty
+    assert plan.is_empty
     said = [
         one.text for one in enable_plan.format_plan(plan, False, True) if isinstance(one, TextLine)
     ]

@@ -303,14 +303,14 @@ def test_entry_with_an_unreadable_chunk_is_bad(
     site: Site, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.publish(source)
-    read = copy_comparison._DirectCopyReader.read
+    read = copy_comparison._DirectCopyReader.read_piece
 
     def failing(self: Any, start: int, buffer: memoryview, want: int) -> None:
         if start == CHUNK:
             raise OSError(errno.EIO, "Input/output error")
         read(self, start, buffer, want)
 
-    monkeypatch.setattr(copy_comparison._DirectCopyReader, "read", failing)
+    monkeypatch.setattr(copy_comparison._DirectCopyReader, "read_piece", failing)
     found = one(site, code=ExitStatus.BAD)
     assert found["chunks"] == [1]
     assert "the copy cannot be read: Input/output error" in found["detail"]

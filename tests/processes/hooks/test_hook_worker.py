@@ -57,12 +57,12 @@ def lives_until_the_test_is_over(there: int, here: int) -> None:
 
 
 def hangs(watched: HookPipe) -> None:
-    watched.works_on("/mnt/nvme/forestage")
+    watched.report_cache("/mnt/nvme/forestage")
     signal.pause()
 
 
 def test_hook_exits_when_its_worker_reports_its_end(begin: Begin) -> None:
-    assert begin(lambda child: child.end()).wait(never) == 0
+    assert begin(lambda child: child.end()).wait_for_exit(never) == 0
 
 
 def test_hook_exits_with_its_worker_though_another_process_holds_the_pipe(begin: Begin) -> None:
@@ -71,9 +71,9 @@ def test_hook_exits_with_its_worker_though_another_process_holds_the_pipe(begin:
 
     def work(child: HookPipe) -> None:
         lives_until_the_test_is_over(there, here)
-        child.end()
+        child.exit_worker()
 
-    assert begin(work).wait(never) == 0
+    assert begin(work).wait_for_exit(never) == 0
     os.close(here)
     os.close(there)
 
@@ -82,7 +82,7 @@ def test_hook_exits_when_its_worker_is_killed(begin: Begin) -> None:
     def work(child: HookPipe) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert begin(work).wait(never) == -signal.SIGKILL
+    assert begin(work).wait_for_exit(never) == -signal.SIGKILL
 
 
 def test_hook_exits_when_its_worker_is_killed_though_another_process_holds_the_pipe(
@@ -95,7 +95,7 @@ def test_hook_exits_when_its_worker_is_killed_though_another_process_holds_the_p
         lives_until_the_test_is_over(there, here)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert begin(work).wait(never) == -signal.SIGKILL
+    assert begin(work).wait_for_exit(never) == -signal.SIGKILL
     os.close(here)
     os.close(there)
 
@@ -105,11 +105,11 @@ def test_hook_prints_the_workers_output_on_stderr(
 ) -> None:
     def work(child: HookPipe) -> None:
         os.write(2, b"a line\nhalf a ")
-        child.works_on("/cache")
+        child.report_cache("/cache")
         os.write(2, b"line\n")
         os.write(1, b"stdout\n")
 
-    assert begin(work).wait(never) == 3
+    assert begin(work).wait_for_exit(never) == 3
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("a line\n")
@@ -121,9 +121,9 @@ def test_worker_of_a_step_prints_its_answer_on_stdout(
 ) -> None:
     def work(child: HookPipe) -> None:
         os.write(1, b"leave\tno-image\n")
-        child.end()
+        child.exit_worker()
 
-    assert begin(work, keeps_stdout=True).wait(never) == 0
+    assert begin(work, keeps_stdout=True).wait_for_exit(never) == 0
     assert capfd.readouterr().out == "leave\tno-image\n"
 
 
@@ -134,7 +134,7 @@ def test_worker_with_a_hanging_cache_is_killed_and_not_waited_for(
     seconds = iter((0.0, hook_worker.HANG_AFTER - 1, hook_worker.HANG_AFTER))
     child = begin(hangs)
     with pytest.raises(HookWorkerTimeout) as late:
-        child.wait(lambda cache: next(seconds))
+        child.wait_for_exit(lambda cache: next(seconds))
     assert late.value.cache == "/mnt/nvme/forestage"
     assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
 
@@ -145,11 +145,11 @@ def test_worker_past_its_time_limit_is_killed_and_not_waited_for(
     monkeypatch.setattr(hook_worker, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
-        child.ends_within(0.05)
+        child.report_time_limit(0.05)
         signal.pause()
 
     with pytest.raises(HookWorkerTimeout) as late:
-        begin(work).wait(never)
+        begin(work).wait_for_exit(never)
     assert late.value.cache == ""
 
 
@@ -160,12 +160,12 @@ def test_worker_that_closed_its_pipe_but_does_not_exit_is_not_waited_for(
     monkeypatch.setattr(hook_worker, "TIME_LIMIT_MARGIN", 0.0)
 
     def work(child: HookPipe) -> None:
-        child.ends_within(0.05)
-        os.closerange(0, child.line + 1)
+        child.report_time_limit(0.05)
+        os.closerange(0, child.pipe_fd + 1)
         signal.pause()
 
     with pytest.raises(HookWorkerTimeout) as late:
-        begin(work).wait(never)
+        begin(work).wait_for_exit(never)
     assert late.value.cache == ""
 
 
@@ -182,6 +182,6 @@ def test_fork_worker_returns_none_and_leaks_no_descriptor_if_fork_fails(
 
 
 def test_calls_on_a_missing_hook_pipe_have_no_effect() -> None:
-    hook_worker.NO_HOOK_PIPE.works_on("/cache")
-    hook_worker.NO_HOOK_PIPE.ends_within(1.0)
-    hook_worker.NO_HOOK_PIPE.end()  # and the process goes on
+    hook_worker.NO_HOOK_PIPE.report_cache("/cache")
+    hook_worker.NO_HOOK_PIPE.report_time_limit(1.0)
+    hook_worker.NO_HOOK_PIPE.exit_worker()  # and the process goes on

@@ -79,7 +79,7 @@ def handle(node: Node, asking: Job, file: Path) -> Handle:
     ) -> RequestResult:
         here = node.with_config(**(config or {}))
         request = Request(path or str(file), "option")
-        limit = HookDeadlines.of(node.clock, 600.0, copy, small=False)
+        limit = HookDeadlines.from_seconds(node.clock, 600.0, copy, small=False)
         (answer,) = serve.serve_requests(here, job, [request], limit, refusal)
         return answer
 
@@ -177,7 +177,9 @@ def test_all_copies_of_a_job_are_started_before_the_first_wait(
     for path in (paths[0], paths[2]):
         Path(path).write_bytes(b"1")
     requests = [Request(path, "hint") for path in paths]
-    answers = serve.serve_requests(node, asking, requests, HookDeadlines.of(node.clock, 60.0, 60.0))
+    answers = serve.serve_requests(
+        node, asking, requests, HookDeadlines.from_seconds(node.clock, 60.0, 60.0)
+    )
     assert slow == [paths[0], paths[2], "waited", "waited"]
     assert [said(answer) for answer in answers] == [
         ("declined", "deadline"), ("declined", "missing"), ("declined", "deadline")
@@ -262,8 +264,8 @@ def test_copy_that_ends_while_a_later_redirect_is_recorded_is_redirected_at_once
 def test_only_a_small_image_is_waited_for_if_the_job_does_not_ask_to_wait(
     node: Node, copy: float | None, small: bool, size: int, left: float
 ) -> None:
-    limit = HookDeadlines.of(node.clock, 60.0, copy, small)
-    assert limit.for_copy(size).seconds_left() == pytest.approx(left, abs=0.5)
+    limit = HookDeadlines.from_seconds(node.clock, 60.0, copy, small)
+    assert limit.copy_deadline(size).seconds_left() == pytest.approx(left, abs=0.5)
 
 
 def test_request_is_declined_if_the_jobs_lease_has_too_many_images(

@@ -262,8 +262,10 @@ def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
     needed = Lease(8, User("", 1, 1), 0.0, "", (EntryUse(ahead.key), EntryUse(wanted.key)))
     node.leases.write_lease(needed)
     eta = CopyEstimate(node, wanted, Deadline.after(left, node.clock))
-    assert eta.hopeless() is hopeless
-    assert ("is queued behind other copies for 10s more" in eta.summary()) is (eta.begins > 0)
+    assert eta.should_stop_waiting() is hopeless
+    assert ("is queued behind other copies for 10s more" in eta.format_summary()) is (
+        eta.seconds_until_slot > 0
+    )
     assert node.cache.part(wanted.key).is_waited_for(node.clock.wall())
 
 
@@ -308,7 +310,10 @@ def test_job_stops_waiting_for_a_copy_that_would_miss_the_deadline(
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     under_way(node.cache, wanted, there, 10, **changes)
-    assert CopyEstimate(node, wanted, Deadline.after(left, node.clock)).hopeless() is hopeless
+    assert (
+        CopyEstimate(node, wanted, Deadline.after(left, node.clock)).should_stop_waiting()
+        is hopeless
+    )
 
 
 @pytest.mark.usefixtures("living")
@@ -322,7 +327,7 @@ def test_job_waits_though_an_expected_copy_that_yields_to_its_lease_is_slow(
     wanted = make_image(size=SIZE)
     under_way(node.cache, wanted, 1, 10, expected=500.0)
     eta = CopyEstimate(node, wanted, Deadline.after(left, node.clock), leased=leased)
-    assert eta.hopeless() is hopeless
+    assert eta.should_stop_waiting() is hopeless
 
 
 @pytest.mark.parametrize(("left", "hopeless"), [(0.01, False), (0.0, True)])
@@ -331,7 +336,7 @@ def test_job_waits_until_the_deadline_for_a_copy_that_has_not_begun(
 ) -> None:
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     eta = CopyEstimate(node, make_image(), Deadline.after(left, node.clock))
-    assert eta.hopeless() is hopeless
+    assert eta.should_stop_waiting() is hopeless
 
 
 @pytest.mark.usefixtures("living")
@@ -341,10 +346,12 @@ def test_summary_of_a_copy_has_the_bytes_copied_and_the_time_left(
     node = msgspec.structs.replace(staging_node, clock=ManualClock())
     wanted = make_image(size=SIZE)
     eta = CopyEstimate(node, wanted, Deadline.after(1, node.clock))
-    assert eta.summary() == "0 B of 1000 B of /lustre/a.sqsh are here"
+    assert eta.format_summary() == "0 B of 1000 B of /lustre/a.sqsh are here"
     under_way(node.cache, wanted, 2, 10)
-    assert eta.hopeless()
-    assert eta.summary() == ("200 B of 1000 B of /lustre/a.sqsh are here, the rest takes 40s more")
+    assert eta.should_stop_waiting()
+    assert eta.format_summary() == (
+        "200 B of 1000 B of /lustre/a.sqsh are here, the rest takes 40s more"
+    )
 
 
 def test_wait_for_a_copy_ends_exactly_at_the_deadline_with_bounded_pauses(
@@ -394,10 +401,10 @@ def test_wait_progress_message_has_the_percentage_and_the_time_left(
         heard.append(line())
 
     eta = CopyEstimate(node, wanted, Deadline.after(99, node.clock), watch)
-    assert not eta.hopeless()
+    assert not eta.should_stop_waiting()
     under_way(node.cache, wanted, 2, 10)
-    assert not eta.hopeless()
-    assert not eta.hopeless()
+    assert not eta.should_stop_waiting()
+    assert not eta.should_stop_waiting()
     assert heard == ["waiting for the copy of /lustre/a.sqsh, which is about to begin"] * 2 + [
         "waiting for the copy of /lustre/a.sqsh: 20% are here, about 40s left"
     ]

@@ -82,8 +82,8 @@ class During:
         self.real = engines.choose_engine(task.node.config, task.image.size)
         self.then = then
 
-    def needs(self, source: ReadableSource) -> int:
-        return self.real.needs(source)
+    def needed_bytes(self, source: ReadableSource) -> int:
+        return self.real.needed_bytes(source)
 
     def reserve(self, source: ReadableSource, part: Part) -> None:
         self.real.reserve(source, part)
@@ -566,11 +566,11 @@ def test_long_copy_logs_its_progress_until_it_ends(
 
 def test_progress_of_a_stalled_copy_is_logged_at_doubling_intervals() -> None:
     due = pipeline.ProgressThrottle()
-    assert [due.now(copied) for copied in (0, 1, 2)] == [True] * 3
-    looks = [due.now(3) for _ in range(100)]
+    assert [due.is_line_due(copied) for copied in (0, 1, 2)] == [True] * 3
+    looks = [due.is_line_due(3) for _ in range(100)]
     assert [number for number, one in enumerate(looks) if one] == [0, 1, 3, 7, 15, 31, 63]
-    assert due.now(4), "it goes on"
-    assert [due.now(4) for _ in range(3)] == [True, False, True]
+    assert due.is_line_due(4), "it goes on"
+    assert [due.is_line_due(4) for _ in range(3)] == [True, False, True]
 
 
 def test_progress_of_a_copy_with_a_hanging_source_is_not_logged_each_time(

@@ -72,7 +72,7 @@ def test_made_up_source_kind_is_copied_verified_and_found_as_a_hit(task: CopyTas
     assert copy(task) == ("found", "")
     items = inventory.make_items(task.node.cache.list_entries(), [])
     done = verify.verify_entries(
-        task.node, items, False, lambda _: None, VerifyOptions(no_source="it has none")
+        task.node, items, False, lambda _: None, VerifyOptions(source_skip_reason="it has none")
     )
     assert [one.result for one in done.verdicts] == ["ok"]
 

@@ -251,7 +251,7 @@ def spin() -> None:
 
 PHASES = {
     "source": (FileSource, "open"),
-    "needs": (engines.ChunkEngine, "needs"),
+    "needs": (engines.ChunkEngine, "needed_bytes"),
     "room": (evict, "make_room"),
     "old part": (pipeline, "clear_wrong_chunks"),
     "space": (engines.ChunkEngine, "reserve"),
@@ -333,7 +333,7 @@ def test_error_of_a_stager_that_still_shares_the_hooks_stderr_is_only_logged(
     def fail(_: CopyTask) -> CopyTask:
         raise OSError(errno.EMFILE, "no descriptor")
 
-    monkeypatch.setattr(CopyTask, "received", fail)
+    monkeypatch.setattr(CopyTask, "with_descriptor", fail)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     with stager.start_stager(task) as channel:
         assert channel.receive_message(60) == StartReport("died", detail="[Errno 24] no descriptor")

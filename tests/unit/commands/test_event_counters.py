@@ -34,7 +34,7 @@ def served(
 def counted(*events: EventRecord) -> EventTally:
     tally = EventTally()
     for one in events:
-        tally.add(one)
+        tally.add_event(one)
     return tally
 
 
@@ -228,8 +228,8 @@ def test_tally_counts_declines_errors_by_reason_and_evictions_by_hook() -> None:
     ],
 )
 def test_histogram_bucket_includes_its_upper_bound(value: float, bucket: int) -> None:
-    found = Histogram.of(WAIT_BOUNDS)
-    found.add(value)
+    found = Histogram.make_empty(WAIT_BOUNDS)
+    found.add_value(value)
     assert found.counts.index(1) == bucket
 
 

@@ -38,7 +38,7 @@ def evicted(key: str = KEY) -> EventRecord:
 
 def fates(*events: EventRecord) -> list[str]:
     copies = UnusedCopies()
-    return [change.fate for one in events for change in copies.add(one)]
+    return [change.fate for one in events for change in copies.add_event(one)]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_copy_made_ahead_is_counted_as_used_by_the_first_job_or_evicted_unused(
 def test_copy_taken_over_by_a_job_counts_as_used_for_the_bytes_copied_ahead() -> None:
     taken = event(CopyOutcome("copied", key=KEY, size=10, resumed=6, ahead=6, expected=SINCE))
     sums, copies = PrefetchedBytes(), UnusedCopies()
-    for change in copies.add(taken):
-        sums.add(change)
+    for change in copies.add_event(taken):
+        sums.add_change(change)
     assert (sums.copied, sums.used, sums.unused) == ({"source": 6}, {"source": 6}, {})
     assert copies.left == {}
 
@@ -82,8 +82,8 @@ def test_copy_taken_over_by_a_job_counts_as_used_for_the_bytes_copied_ahead() ->
 def test_bytes_copied_ahead_are_counted_by_origin() -> None:
     sums, copies = PrefetchedBytes(), UnusedCopies()
     for one in (copied(from_peers=7, from_others=4), hit(), copied("b" * 32), evicted("b" * 32)):
-        for change in copies.add(one):
-            sums.add(change)
+        for change in copies.add_event(one):
+            sums.add_change(change)
     assert sums.copied == {"source": 13, "peers": 3, "others": 4}
     assert sums.used == {"source": 3, "peers": 3, "others": 4}
     assert sums.unused == {"source": 10, "peers": 0, "others": 0}
@@ -95,5 +95,5 @@ def test_tracker_of_unused_copies_remembers_a_bounded_number(
     monkeypatch.setattr(prefetched_copies, "MAX_UNUSED_COPIES", 2)
     copies = UnusedCopies()
     for number in range(9):
-        list(copies.add(copied(str(number))))
+        list(copies.add_event(copied(str(number))))
     assert list(copies.left) == ["7", "8"]

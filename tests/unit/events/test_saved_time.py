@@ -79,12 +79,12 @@ def test_start_from_a_copy_by_prolog_and_step_is_counted_once(
         )
         for hook, result, redirect in runs
     ]
-    assert [told.is_one(hook, 7, one) for hook, one in outcomes] == starts
+    assert [told.is_new_start(hook, 7, one) for hook, one in outcomes] == starts
 
 
 def test_start_tracker_remembers_a_bounded_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_time, "MAX_JOBS", 3)
     told = saved_time.StartTracker()
     for job in range(10):
-        told.is_one("prolog", job, outcome(redirect="mounted", key="a"))
+        told.is_new_start("prolog", job, outcome(redirect="mounted", key="a"))
     assert list(told.counted) == [7, 8, 9]

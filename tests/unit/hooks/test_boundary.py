@@ -170,16 +170,16 @@ def test_step_is_answered_once_and_a_broken_pipe_raises_no_error(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = HookRun("step", {}, 0.0)
-    hook.answer("leave", "bad\udcff")
-    hook.answer("leave", "error")
-    HookRun("prolog", {}, 0.0).answer("leave", "error")
+    hook.write_answer("leave", "bad\udcff")
+    hook.write_answer("leave", "error")
+    HookRun("prolog", {}, 0.0).write_answer("leave", "error")
     assert capfd.readouterr().out == "leave\tbad\\udcff\n"
 
     def gone(*_: object) -> int:
         raise BrokenPipeError
 
     monkeypatch.setattr(os, "write", gone)
-    HookRun("step", {}, 0.0).answer("leave", "error")
+    HookRun("step", {}, 0.0).write_answer("leave", "error")
 
 
 def test_prolog_with_a_broken_configuration_shares_one_deadline_among_caches(

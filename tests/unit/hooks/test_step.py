@@ -296,8 +296,8 @@ def test_waiting_user_gets_one_progress_line(staging_node: Node, make_image: Mak
     eta = CopyEstimate(staging_node, make_image(), Deadline.after(999, clock), watch)
     for _ in range(400):
         clock.now += 0.25
-        assert not eta.hopeless()
-    assert heard == [(FIRST_MESSAGE_AFTER, eta.progress())]
+        assert not eta.should_stop_waiting()
+    assert heard == [(FIRST_MESSAGE_AFTER, eta.format_progress())]
 
 
 def test_user_waiting_for_data_gets_a_progress_line_every_half_minute() -> None:
@@ -323,12 +323,12 @@ def test_progress_messages_do_not_suppress_the_final_message_of_the_job(
     node, heard = configured(), list[str]()
     once = JobMessageWriter(node, image_asked, heard.append)
     for text in ("10 %", "20 %"):
-        once.progress(text)
+        once.write_progress(text)
     once("it failed")
-    once.progress("of another request")
+    once.write_progress("of another request")
     assert heard == ["n1: 10 %", "n1: 20 %", "n1: it failed", "n1: of another request"]
     other = msgspec.structs.replace(image_asked, nodelist="m[1-2],n1")
-    JobMessageWriter(node, other, pytest.fail).progress("the first node tells")
+    JobMessageWriter(node, other, pytest.fail).write_progress("the first node tells")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_user_messages_none_reports_no_progress(
 ) -> None:
     node = configured(user_messages=messages, cold="shared")
     found = step.make_step_deadlines(node, image_asked, "", pytest.fail, None, lambda text: None)
-    assert isinstance(found.progress, WaitReporter) is (messages != "none")
+    assert isinstance(found.on_data_wait, WaitReporter) is (messages != "none")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_step_waits_for_a_copy_if_configured_or_hinted_within_the_companions_tim
     (given,) = [one.limit for one in handled]
     assert (given.copy and given.copy.end - 1000, given.end.end - 1000) == (copy, end)
     assert given.small.seconds_left() == (0.0 if hint == 0 else SHORT_WAIT)
-    assert given.through is (cold == "auto")
+    assert given.is_read_through is (cold == "auto")
 
 
 @pytest.mark.parametrize(("messages", "watched"), [("none", False), ("problems", True)])
@@ -450,7 +450,7 @@ def test_user_messages_none_reports_no_progress_during_a_wait(
     configured: Configured, image_asked: Job, handled: list[Call], messages: str, watched: bool
 ) -> None:
     run(configured(user_messages=messages, cold="wait"), image_asked)
-    assert isinstance(handled[0].limit.watch, WaitReporter) is watched
+    assert isinstance(handled[0].limit.on_copy_wait, WaitReporter) is watched
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_step_with_an_unreadable_lease_fails_with_one_user_message(
     node, heard = configured(), list[str]()
     monkeypatch.setattr(LeaseDirectory, "find_lease", fail)
     done = run(node, image_asked, heard.append)
-    assert (done.answer, done.outcomes[0].result) == (("leave", "io"), "failed")
+    assert (done.answer_fields, done.outcomes[0].result) == (("leave", "io"), "failed")
     assert len(heard) == 1
 
 

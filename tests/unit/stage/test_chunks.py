@@ -393,7 +393,7 @@ def test_error_of_one_copy_thread_stops_the_other_threads(pair: Pair, monkeypatc
 
     monkeypatch.setattr(source_reader, "read_piece", first_fails)
     with pytest.raises(OSError, match="No space left"):
-        run.all()
+        run.copy_chunks()
     run.close()
     assert sorted(starts) == [0, 49 * CHUNK]
     assert list_missing_chunks(pair.part.read_digests(), 50 * CHUNK, CHUNK) == list(range(49))
@@ -498,7 +498,7 @@ def test_copy_holds_no_whole_chunk_in_python_memory(pair: Pair, size: int) -> No
 
 def test_bandwidth_limit_applies_to_every_chunk(pair: Pair, monkeypatch: Patch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(RateLimiter, "take", lambda self, size, stop: taken.append(size))
+    monkeypatch.setattr(RateLimiter, "acquire", lambda self, size, stop: taken.append(size))
     pair.random(2 * CHUNK + 5)
     pair.reserve()
     pair.copy(msgspec.structs.replace(QUIET, bandwidth=1))

@@ -39,7 +39,7 @@ def waits(key: str, since: float, need: CopyNeed = "later", uid: int = ALICE) ->
 
 
 def runs(key: str, since: float = 0.0, need: CopyNeed = "later", uid: int = ALICE) -> QueuedCopy:
-    return QueuedCopy(key, uid, since, need, placed=True)
+    return QueuedCopy(key, uid, since, need, has_slot=True)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_chunk_that_a_job_waits_for_is_exempt_from_the_bandwidth_limit(
 ) -> None:
     taken: list[int] = []
     monkeypatch.setattr(
-        source_reader.RateLimiter, "take", lambda self, size, stop: taken.append(size)
+        source_reader.RateLimiter, "acquire", lambda self, size, stop: taken.append(size)
     )
     scene.readers.request_chunk(0, NOW)
     scene.copy()
@@ -222,7 +222,7 @@ def test_copy_uses_one_thread_and_small_reads_while_a_job_starts(
     scene.copy(threads=4)
     assert max(scene.sizes) == chunks.GENTLE
     assert scene.most == 1
-    assert scene.pace.rate(1) == 0.0, "that is not how fast the source is"
+    assert scene.pace.bytes_per_second(1) == 0.0, "that is not how fast the source is"
     scene.check()
 
 

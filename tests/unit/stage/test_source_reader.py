@@ -258,11 +258,11 @@ def throttled(monkeypatch: Patch, rate: int | None) -> tuple[RateLimiter, Tap]:
 def test_rate_limiter_keeps_its_rate_without_a_burst_after_idle_time(monkeypatch: Patch) -> None:
     """After a source that hung, the burst would take the whole bandwidth."""
     throttle, tap = throttled(monkeypatch, 100)
-    throttle.take(50, tap)  # type: ignore[arg-type]
+    throttle.acquire(50, tap)  # type: ignore[arg-type]
     tap.now += 60
     moments = []
     for _ in range(3):
-        throttle.take(50, tap)  # type: ignore[arg-type]
+        throttle.acquire(50, tap)  # type: ignore[arg-type]
         moments.append(tap.now - 1060)
     assert moments == [0.0, 0.5, 1.0]
 
@@ -270,7 +270,7 @@ def test_rate_limiter_keeps_its_rate_without_a_burst_after_idle_time(monkeypatch
 def test_rate_limiter_without_a_rate_does_not_wait(monkeypatch: Patch) -> None:
     throttle, tap = throttled(monkeypatch, None)
     for _ in range(3):
-        throttle.take(1 << 40, tap)  # type: ignore[arg-type]
+        throttle.acquire(1 << 40, tap)  # type: ignore[arg-type]
     assert tap.now == 1000
 
 
@@ -285,7 +285,7 @@ def test_rate_limiter_passes_at_most_rate_times_time_and_one_chunk(
         throttle, tap = throttled(monkeypatch, rate)
         flowed = []
         for size, pause in takes:
-            throttle.take(size, tap)  # type: ignore[arg-type]
+            throttle.acquire(size, tap)  # type: ignore[arg-type]
             flowed.append((tap.now, size))
             tap.now += pause
     for first in range(len(flowed)):
@@ -313,25 +313,25 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
 
 def test_rate_meter_counts_the_time_in_which_any_thread_reads(ticking: Ticking) -> None:
     pace = source_reader.RateMeter()
-    with pace.reading(600):
+    with pace.measure_read(600):
         ticking.now += 2
-        with pace.reading(400):
+        with pace.measure_read(400):
             ticking.now += 3
     ticking.now += 100  # all threads write, or wait for their turn
-    with pace.reading(1000):
+    with pace.measure_read(1000):
         ticking.now += 5
-    assert (pace.bytes, pace.seconds, pace.rate(2000)) == (2000, 10.0, 200)
+    assert (pace.bytes, pace.seconds, pace.bytes_per_second(2000)) == (2000, 10.0, 200)
 
 
 def test_rate_meter_reports_zero_for_a_few_bytes(ticking: Ticking) -> None:
     pace = source_reader.RateMeter()
-    assert pace.rate(0) == 0
-    with pace.reading(499):
+    assert pace.bytes_per_second(0) == 0
+    with pace.measure_read(499):
         ticking.now += 1
-    assert (pace.rate(998), pace.rate(1000)) == (499, 0)
-    with pace.reading(source_reader.SAMPLE):
+    assert (pace.bytes_per_second(998), pace.bytes_per_second(1000)) == (499, 0)
+    with pace.measure_read(source_reader.SAMPLE):
         ticking.now += 1
-    assert pace.rate(1 << 40) == round((499 + source_reader.SAMPLE) / 2)
+    assert pace.bytes_per_second(1 << 40) == round((499 + source_reader.SAMPLE) / 2)
 
 
 def test_rate_meter_counts_no_bytes_of_a_failed_read(ticking: Ticking) -> None:
@@ -341,7 +341,7 @@ def test_rate_meter_counts_no_bytes_of_a_failed_read(ticking: Ticking) -> None:
         ticking.now += 1
         raise OSError("gone")
 
-    with pytest.raises(OSError, match="gone"), pace.reading(1000):
+    with pytest.raises(OSError, match="gone"), pace.measure_read(1000):
         fail()
     assert (pace.bytes, pace.seconds) == (0, 1.0)
 

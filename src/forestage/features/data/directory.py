@@ -201,8 +201,8 @@ def _format_progress(node: Node, path: str, tree: DirectoryCopyState, until: Dea
     if owner is None:
         return f"waiting for the copy of {make_printable(path)}, which is about to begin"
     eta = CopyEstimate(node, owner.image, until)
-    eta.hopeless()  # measures it
-    return eta.progress()
+    eta.should_stop_waiting()  # measures it
+    return eta.format_progress()
 
 
 def detach_unused_devices(cache: Cache, leases: LeaseDirectory, patience: float) -> None:

@@ -341,9 +341,9 @@ def _make_view_context(
         copy=limit.copy,
         end=limit.end,
         fill=limit.fill or limit.end,
-        progress=limit.progress,
+        progress=limit.on_data_wait,
         stage=stage,
-        must_not_be_bound=ContainerBinds(node.places, job).must_not_hold,
+        must_not_be_bound=ContainerBinds(node.places, job).check_not_below_bind,
         own=own,
     )
 

@@ -101,7 +101,7 @@ def count_new_events(places: NodePaths) -> EventTally:
     """
     record = _load_record(places.tally)
     for event in events.read_new_events(places.events, record.seen):
-        record.tally.add(event)
+        record.tally.add_event(event)
     written = msgspec.to_builtins(record)
     for count in load_doors(METRICS_COUNT):
         written["tally"] |= count(places)
@@ -346,7 +346,7 @@ def list_histograms(tally: EventTally) -> Iterator[Metric]:
     """Pure: how long jobs waited, and how fast copies were."""
     waits: dict[tuple[str, ...], Histogram] = {}
     for hook in HOOKS:
-        waits[(hook,)] = tally.waits.get(hook) or Histogram.of(WAIT_BOUNDS)
+        waits[(hook,)] = tally.waits.get(hook) or Histogram.make_empty(WAIT_BOUNDS)
     yield _make_histogram(
         "wait_seconds", "What staging one image took, of a hook.", ("hook",), waits
     )

@@ -21,7 +21,7 @@ def peer(world: "CommandContext", node: str | None) -> None:
     from forestage.slurm.slurm_client import SlurmClient
 
     slurm = SlurmClient.from_environ(os.environ)
-    server.run_service(world.node(), node or slurm.node, slurm)
+    server.run_service(world.make_node(), node or slurm.node, slurm)
 
 
 COMMANDS = (peer,)

@@ -139,14 +139,14 @@ class PeerCopy(ChunkCopy):
         for number in range(chunk_count(self.source.local_bytes, self.tuning.chunk)):
             if number in self.todo:
                 del self.todo[number]
-                self.note(number, self.take(number, buffer, self.write))
+                self.mark_complete(number, self.read_chunk(number, buffer, self.write_piece))
 
     def share(self) -> None:
-        self.bring_holes()
+        self.complete_hole_chunks()
         # One more to read: what a job waits for is not to stand behind whole chunks.
         reads = [lambda: self._run_asks(self.schedule.next_read)] * (self.tuning.threads + 1)
         fetches = [lambda: self._run_asks(self.schedule.next_fetch)] * DOWNLOADS
-        self.join([*reads, *fetches])
+        self.run_threads([*reads, *fetches])
 
     def close(self) -> None:
         super().close()
@@ -157,7 +157,8 @@ class PeerCopy(ChunkCopy):
     def bytes_by(self) -> Mapping[str, int]:
         """How many bytes each peer gave."""
         return {
-            peer: sum(self.span(number)[1] for number in gave) for peer, gave in self.given.items()
+            peer: sum(self.chunk_span(number)[1] for number in gave)
+            for peer, gave in self.given.items()
         }
 
     def _run_asks(self, next_ask: Callable[[float], ChunkTransfer | None]) -> None:
@@ -165,7 +166,7 @@ class PeerCopy(ChunkCopy):
 
         What this thread was bringing counts in `bringing`, for which all others wait at the end. If
         the thread dies of something unforeseen, no other brings it to an end, so that the copy
-        ends: `join` sees whether anything is missing.
+        ends: `run_threads` sees whether anything is missing.
         """
         buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
         is_over = False
@@ -195,7 +196,7 @@ class PeerCopy(ChunkCopy):
     ) -> tuple[ChunkTransfer, bool] | None:
         """What to bring, and whether it is on its way by another ask; None: no more."""
         with self.turn:
-            while not (self.ends() or (self.schedule.done and not self.bringing)):
+            while not (self.is_ending() or (self.schedule.done and not self.bringing)):
                 now = time.monotonic()
                 self._begin_greetings(now)
                 if self.readers is not None:
@@ -222,7 +223,7 @@ class PeerCopy(ChunkCopy):
 
     def _greet(self, peer: str) -> None:
         try:
-            self.peers.greet(peer, lambda: self.ends() or self.schedule.done)
+            self.peers.greet(peer, lambda: self.is_ending() or self.schedule.done)
         except PeerRequestError as refused:
             with self.turn:
                 self.schedule.greeting_failed(peer, refused.why, time.monotonic())
@@ -233,7 +234,7 @@ class PeerCopy(ChunkCopy):
                 self.turn.notify_all()
 
     def _bring(self, ask: ChunkTransfer, buffer: memoryview, twice: bool) -> None:
-        start, size = self.span(ask.number)
+        start, size = self.chunk_span(ask.number)
         aside = memoryview(mmap.mmap(-1, size)) if twice else None
         chunk_lock = self.chunk_locks[ask.number]
 
@@ -244,7 +245,7 @@ class PeerCopy(ChunkCopy):
             with chunk_lock:
                 self._check_wanted(ask)
                 # What a peer sent is not proven before its digest.
-                write = self._write_right if ask.peer == SOURCE else self.write
+                write = self._write_proven if ask.peer == SOURCE else self.write_piece
                 write(at, piece)
 
         try:
@@ -285,7 +286,7 @@ class PeerCopy(ChunkCopy):
         """
         if ask.peer == SOURCE:
             try:
-                return self.take(ask.number, buffer, sink)
+                return self.read_chunk(ask.number, buffer, sink)
             except _ReadSuperfluous:
                 self._forget_pieces(ask)
                 with self.turn:
@@ -298,7 +299,7 @@ class PeerCopy(ChunkCopy):
                     self.schedule.failed(ask, "source", time.monotonic())
                 _mark_source_failed(self.part)
                 return None
-        start, size = self.span(ask.number)
+        start, size = self.chunk_span(ask.number)
 
         def peer_has(has: int, source_failed: bool) -> None:
             with self.turn:
@@ -310,7 +311,7 @@ class PeerCopy(ChunkCopy):
                 self.read_by[ask.number, ask.peer] = reader or ask.peer
 
         def stop() -> bool:
-            return self.ends() or self.schedule.obsolete(ask)
+            return self.is_ending() or self.schedule.obsolete(ask)
 
         patience = self.schedule.give_up(ask), self.schedule.wait(ask)
         reach = "cluster" if ask.peer in self.peers.givers else "job"
@@ -326,14 +327,14 @@ class PeerCopy(ChunkCopy):
         """
         with self.chunk_locks[ask.number]:
             if not self.schedule.obsolete(ask):
-                self.forget(ask.number)
+                self.clear_arrived(ask.number)
 
     def _prove(self, ask: ChunkTransfer, buffer: memoryview, aside: memoryview | None) -> None:
         """Compares what a peer gave with the source, where that is due.
 
         Raises _Lie, SourceTruncated.
         """
-        start, size = self.span(ask.number)
+        start, size = self.chunk_span(ask.number)
         if self.schedule.obsolete(ask):
             return
         with self.turn:
@@ -361,7 +362,7 @@ class PeerCopy(ChunkCopy):
 
         The caller holds the chunk's lock.
         """
-        start, size = self.span(ask.number)
+        start, size = self.chunk_span(ask.number)
         reader = self.read_by.get((ask.number, ask.peer), ask.peer)
         with self.turn:
             is_first = not self.schedule.obsolete(ask)
@@ -381,9 +382,9 @@ class PeerCopy(ChunkCopy):
                 self._note_origins()
         if is_first:
             if aside is not None:
-                self.forget(ask.number)
-                self.write(start, aside)
-            self.note(ask.number, found)
+                self.clear_arrived(ask.number)
+                self.write_piece(start, aside)
+            self.mark_complete(ask.number, found)
             if ask.peer != SOURCE:
                 _record_peer_bytes(self.part, self.from_peers)
         with self.turn:
@@ -397,7 +398,7 @@ class PeerCopy(ChunkCopy):
             if giver is None or len(set(said.values())) < 2:
                 return
             del self.said[number]
-        start, size = self.span(number)
+        start, size = self.chunk_span(number)
         if self._differs(start, os.pread(self.image, size, start), buffer):
             self._catch(giver, number)
             return
@@ -447,14 +448,14 @@ class PeerCopy(ChunkCopy):
                 self.schedule.leave_out(liar)
             gave = {*self.given.get(peer, ()), *self.origins.of(reader)}
             for its in self.given.values():
-                self.from_peers -= sum(self.span(one)[1] for one in its & gave)
+                self.from_peers -= sum(self.chunk_span(one)[1] for one in its & gave)
                 its -= gave
             self.origins.strike(gave)
             self._note_origins(at_once=True)
             locks = [self.chunk_locks.setdefault(one, threading.Lock()) for one in gave]
         for one, chunk_lock in zip(gave, locks, strict=True):
             with chunk_lock:
-                self.forget(one)
+                self.clear_arrived(one)
                 os.pwrite(self.map, digest.MISSING, one * ENTRY_BYTES)
         with self.turn:
             self.schedule.strike(gave)

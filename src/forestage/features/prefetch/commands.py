@@ -34,7 +34,7 @@ def prefetch(world: "CommandContext", node: str | None, dry_run: bool, as_json: 
 
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "the queue's list and the cache are root's")
-    here, slurm = world.node(), SlurmClient.from_environ(os.environ)
+    here, slurm = world.make_node(), SlurmClient.from_environ(os.environ)
     slurm = slurm._replace(node=node or slurm.node)
     host, peers = prefetch_host.find_host(here.config), here.config.peers
     if host is None:

@@ -263,7 +263,7 @@ def list_images(world: "CommandContext", folders: tuple[Path, ...], as_json: boo
     from forestage.features.prepare import images as view
 
     named = tuple(os.path.abspath(folder) for folder in folders)
-    found = view.list_images_below(named or world.settings().config.sources)
+    found = view.list_images_below(named or world.load_config().config.sources)
     print_result(found, view.format_output(found), as_json)
 
 

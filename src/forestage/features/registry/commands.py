@@ -24,7 +24,7 @@ def import_reference(world: "CommandContext", reference: str) -> str:
 
 
 def _config(world: "CommandContext") -> "Config":
-    return world.settings().config
+    return world.load_config().config
 
 
 def _host() -> str:

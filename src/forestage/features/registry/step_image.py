@@ -172,7 +172,7 @@ def _import_and_stage(
         )
         answer = RequestResult(request_results.make_error_outcome(asked.request, why))
         origin = {"came": "enroot"}
-    return answer.saying(
+    return answer.with_facts(
         request=make_printable(asked.request.path),
         wait=round(node.clock.monotonic() - start, 4),
         via=asked.request.via,

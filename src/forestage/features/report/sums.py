@@ -225,9 +225,9 @@ class ReportSums:
         node = self.nodes.get(name) or NodeSums(name)
         # Before the window is checked: a Prolog before it makes the job's first step in it no
         # further start.
-        start = node.tally.add(event)
-        is_local = node.from_copy.is_one(event.hook, event.job, outcome)
-        changes = tuple(node.unused.add(event))
+        start = node.tally.add_event(event)
+        is_local = node.from_copy.is_new_start(event.hook, event.job, outcome)
+        changes = tuple(node.unused.add_event(event))
         self.nodes[name] = node
         if not EARLIEST <= event.time <= self.now + MAX_AHEAD:
             self.impossible_time += 1
@@ -240,7 +240,7 @@ class ReportSums:
         self.first = min(self.first, event.time)
         self.last = max(self.last, event.time)
         for change in changes:
-            self.copied_ahead.add(change)
+            self.copied_ahead.add_change(change)
         slot = self.slots.setdefault(int(event.time // QUARTER), PeriodSums())
         if isinstance(outcome, CopyOutcome):
             self._add_copy(event, outcome, node, slot)

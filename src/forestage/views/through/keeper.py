@@ -112,7 +112,7 @@ def _wait_until_listening(path: Path) -> bool:
 
 def _run_keeper(task: CopyTask, spot: Path, hook: StartChannel) -> None:
     """The keeper's whole life."""
-    task = task.received()
+    task = task.with_descriptor()
     hook.release_hook(task.opened.fd)
     from forestage.views.through.keeper_process import Keeper
 

@@ -53,13 +53,13 @@ class Keeper:
     """Its mount, its servers, its connections. Making one leaves the host's mount namespace."""
 
     def __init__(
-        self, task: CopyTask, spot: Path, must_be_allowed: Callable[[Path, int], None]
+        self, task: CopyTask, spot: Path, check_keeper_allowed: Callable[[Path, int], None]
     ) -> None:
         """`must_be_allowed` raises Declined where too many are there already."""
         node, opened, found = task.node, task.opened, task.image
         self.task = task
         self.uid = opened.user.uid
-        self.common = ReadThroughState.shared()
+        self.shared_state = ReadThroughState.create_shared()
         # The kernel reads ahead in the served file; twice would be once too much.
         os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_RANDOM)
         local = LocalImage(node.cache, found, spot)
@@ -79,9 +79,11 @@ class Keeper:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         self.state = os.open(spot / "state", flags, 0o600)
         self._write_state()
-        must_be_allowed(spot, self.uid)  # once more, now that those who start see each other
-        self.guests = TaskConnections(daemon.listen_for_clients(spot / "sock.new"), self._answer)
-        self.line = os.open(fuse.DEVICE, os.O_RDWR)
+        check_keeper_allowed(spot, self.uid)  # once more, now that those who start see each other
+        self.guests = TaskConnections(
+            daemon.listen_for_clients(spot / "sock.new"), self._send_clone
+        )
+        self.fuse_fd = os.open(fuse.DEVICE, os.O_RDWR)
         # A server that dies wakes the keeper.
         self.wake, theirs = socket.socketpair()
         self.wake.setblocking(False)
@@ -90,7 +92,7 @@ class Keeper:
         signal.set_wakeup_fd(theirs.detach())
         mounts.enter_empty_namespace()
         os.close(os.open(FILE, os.O_CREAT | os.O_WRONLY, 0o600))
-        fuse.mount_fuse(self.line, FILE, self.served.attributes.mode)
+        fuse.mount_fuse(self.fuse_fd, FILE, self.served.attributes.mode)
 
     def run(self, hook: StartChannel) -> None:
         """Keeps the file until its last mount has gone; says `ready` once it can be read.
@@ -100,24 +102,26 @@ class Keeper:
         self._start_server()
         pid = os.fork()
         if pid == 0:
-            forked_child.run_and_exit(self._settle, partial(self._say_of_server, "probe"))
+            forked_child.run_and_exit(
+                self._open_file_once, partial(self._log_server_failure, "probe")
+            )
         end = time.monotonic() + keeper.START
         while not os.waitpid(pid, os.WNOHANG)[0]:
-            self._reap()
+            self._reap_servers()
             # A server that ends once the file is known is replaced: the probe is about to end.
-            has_failed = self.generations[-1][1].ended and not self.common.settled
+            has_failed = self.generations[-1][1].has_ended and not self.shared_state.settled
             if has_failed or time.monotonic() > end:
                 self._give_up(hook, pid)
             time.sleep(0.002)
-        if not self.common.settled:
+        if not self.shared_state.settled:
             raise Declined("no-through", UNANSWERED)
-        if self.common.hides_acl:
+        if self.shared_state.hides_acl:
             raise Declined("no-through", "this kernel cannot show the file's ACL")
         self._write_state()
         os.rename("sock.new", "sock", src_dir_fd=self.spot, dst_dir_fd=self.spot)
         hook.send(StartReport("ready"))
         hook.close()
-        self._keep()
+        self._run_until_unmounted()
 
     def _give_up(self, hook: StartChannel, probe: int) -> NoReturn:
         """Ends what it has started, and holds its place until that has ended.
@@ -127,31 +131,31 @@ class Keeper:
         """
         hook.send(StartReport("failed", "no-through", UNANSWERED))
         hook.close()
-        os.close(self.line)  # once the server has ended, too, the kernel answers the probe
+        os.close(self.fuse_fd)  # once the server has ended, too, the kernel answers the probe
         ended = False
-        for pid in [probe] + [pid for pid, memory in self.generations if not memory.ended]:
+        for pid in [probe] + [pid for pid, memory in self.generations if not memory.has_ended]:
             os.kill(pid, signal.SIGKILL)
-        while not (ended and all(memory.ended for _, memory in self.generations)):
+        while not (ended and all(memory.has_ended for _, memory in self.generations)):
             ended = ended or bool(os.waitpid(probe, os.WNOHANG)[0])
-            self._reap()
+            self._reap_servers()
             os.utime(self.state)
             time.sleep(REST)
         raise Declined("no-through", UNANSWERED)
 
     def _write_state(self) -> None:
-        state = KeeperState(os.getpid(), self.uid, self.common.device)
+        state = KeeperState(os.getpid(), self.uid, self.shared_state.device)
         os.ftruncate(self.state, 0)
         os.pwrite(self.state, msgspec.json.encode(state), 0)
 
-    def _keep(self) -> None:
+    def _run_until_unmounted(self) -> None:
         while True:
             if self.guests.serve_for(TURN, self.wake.fileno()):
                 self.wake.recv(4096)
-            if self._reap():
+            if self._reap_servers():
                 break
-            self._look_after_server()
-            self._look_after_copy()
-            self._let_go()
+            self._replace_dead_server()
+            self._restart_stager()
+            self._unmount_if_unneeded()
             os.utime(self.state)
         with contextlib.suppress(FileNotFoundError):
             os.unlink("state", dir_fd=self.spot)
@@ -163,7 +167,7 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             forked_child.run_and_exit(
-                partial(self._serve, memory), partial(self._say_of_server, "server")
+                partial(self._serve, memory), partial(self._log_server_failure, "server")
             )
         self.generations.append((pid, memory))
         self.well = time.monotonic()
@@ -172,12 +176,12 @@ class Keeper:
         """The server's whole life, on the host's mounts again."""
         signal.set_wakeup_fd(-1)
         mounts.enter_namespace(self.namespace, self.root)
-        forked_child.close_descriptors_except({self.served.source, self.line})
+        forked_child.close_descriptors_except({self.served.source, self.fuse_fd})
         Path("/proc/self/comm").write_text(SERVER_NAME)
         earlier = [generation for _, generation in self.generations]
-        ReadServer(self.served, self.line, memory, self.common, earlier).run()
+        ReadServer(self.served, self.fuse_fd, memory, self.shared_state, earlier).run()
 
-    def _settle(self) -> None:
+    def _open_file_once(self) -> None:
         """Opens and closes the file, so that the kernel asks no FLUSH of anybody who closes it.
 
         A child's whole life, and not the server's: who has /dev/fuse open must not wait for its
@@ -195,44 +199,44 @@ class Keeper:
         with contextlib.suppress(OSError):  # only a matter of speed
             ahead = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
             ahead.write_text(str(fuse.MAX_READ // 1024))
-        self.common.device = device
-        self.common.settled = 1
+        self.shared_state.device = device
+        self.shared_state.settled = 1
 
-    def _say_of_server(self, who: str, error: BaseException | None) -> None:
+    def _log_server_failure(self, who: str, error: BaseException | None) -> None:
         path = self.served.image.path
         log.write_log_line(f"{who} image={path} result=failed detail={error!r}", by_slurm=True)
 
-    def _reap(self) -> bool:
+    def _reap_servers(self) -> bool:
         """Notes which servers have ended; True once one said that no mount is left."""
         over = False
         for pid, memory in self.generations:
-            if not memory.ended:
+            if not memory.has_ended:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    memory.end()
+                    memory.mark_ended()
                     over = over or os.waitstatus_to_exitcode(status) == read_server.GONE
         return over
 
-    def _look_after_server(self) -> None:
+    def _replace_dead_server(self) -> None:
         now = time.monotonic()
-        if self.common.beat != self.beat:
-            self.beat, self.well = self.common.beat, now
+        if self.shared_state.beat != self.beat:
+            self.beat, self.well = self.shared_state.beat, now
         pid, memory = self.generations[-1]
-        if not memory.ended:
+        if not memory.has_ended:
             if now - self.well < SILENT:
                 return
             os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + REAP
-            while not memory.ended and time.monotonic() < end:
-                self._reap()
+            while not memory.has_ended and time.monotonic() < end:
+                self._reap_servers()
                 time.sleep(0.005)
-        if self._may_start():
+        if self._may_start_server():
             self.generations = [
-                one for one in self.generations if not (one[1].ended and one[1].is_empty())
+                one for one in self.generations if not (one[1].has_ended and one[1].is_empty())
             ]
             self._start_server()
 
-    def _may_start(self) -> bool:
+    def _may_start_server(self) -> bool:
         """Whether it is time for another server: those that all die at once must take no CPU."""
         now = time.monotonic()
         self.credit = min(BURST, self.credit + (now - self.started) / EACH)
@@ -244,21 +248,21 @@ class Keeper:
 
     # The copy
 
-    def _look_after_copy(self) -> None:
+    def _restart_stager(self) -> None:
         """Starts a stager where the last one has left the copy that a job needs."""
         if self.starting:
             ended, _ = os.waitpid(self.starting, os.WNOHANG)
             self.starting = 0 if ended else self.starting
         now = time.monotonic()
         may = self.stagers < MOST_STAGERS and now >= self.next_stager and not self.starting
-        if not (self.common.abandoned and may):
+        if not (self.shared_state.abandoned and may):
             return
         self.stagers += 1
         self.next_stager = now + STAGER_PAUSE
         self.starting = os.fork()
         if self.starting == 0:
             forked_child.run_and_exit(
-                self._start_stager, lambda error: self._say_of_stager("failed", repr(error))
+                self._start_stager, lambda error: self._log_stager("failed", repr(error))
             )
 
     def _start_stager(self) -> None:
@@ -273,10 +277,10 @@ class Keeper:
             return
         from forestage.stage import stager
 
-        self._say_of_stager("begun", "the last one has left its copy")
+        self._log_stager("begun", "the last one has left its copy")
         stager.start_stager(self.task).close()
 
-    def _say_of_stager(self, result: str, detail: str) -> None:
+    def _log_stager(self, result: str, detail: str) -> None:
         about = f"job={self.task.job.id} image={events.quote_field(self.task.image.path)}"
         log.write_log_line(
             f"keeper {about} stager={self.stagers} {result=!s} {detail=}", by_slurm=True
@@ -284,15 +288,15 @@ class Keeper:
 
     # Tasks
 
-    def _answer(self, task: socket.socket, asked: bytes) -> None:
+    def _send_clone(self, task: socket.socket, asked: bytes) -> None:
         daemon.send_mount_clone(task, asked, FILE)
 
-    def _let_go(self) -> None:
+    def _unmount_if_unneeded(self) -> None:
         """Takes the keeper's own mount off when no task will ask for it any more."""
         now = time.monotonic()
-        if not self.common.unneeded:
+        if not self.shared_state.unneeded:
             self.needed = now
-        if not self.common.whole:
+        if not self.shared_state.whole:
             self.partial = now
         over = now - self.partial > LAST or now - self.needed > UNNEEDED
         if over and self.guests.listener and not self.guests.connections:

@@ -32,10 +32,10 @@ class _OpenCopy:
             # No read-ahead: what comes next in a part may not be there yet.
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def cleared(self) -> int:
+    def clear_count(self) -> int:
         return self.readers.clear_count() if self.readers is not None else 0
 
-    def has(self, offset: int, size: int) -> bool:
+    def has_bytes(self, offset: int, size: int) -> bool:
         return self.readers is None or self.readers.has_arrived(offset, size, self.inode)
 
 
@@ -55,10 +55,10 @@ class LocalImage:
         self._dropped = False
         self._is_evicted = False
         self._is_free = False  # the key's lock
-        self.spoilt = 0  # the inode of an entry that gave an I/O error
+        self.unreadable_inode = 0  # the inode of an entry that gave an I/O error
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         return self._file is not None and self._file.readers is None
 
     @property
@@ -67,12 +67,12 @@ class LocalImage:
         file = self._file
         return file.inode if file is not None else 0
 
-    def look(self) -> None:
+    def open_latest(self) -> None:
         """Opens what is there by now. Raises OSError where the disk is at fault."""
         # Not before the next look is it closed: that may take the disk long, and a thread that only
-        # asks `has` must not be the last that knows the file.
+        # asks `has_bytes` must not be the last that knows the file.
         self._past = self._file
-        if self.whole or self._dropped:
+        if self.is_whole or self._dropped:
             return
         try:
             if self.cache.find_entry(self.image) is not None:
@@ -96,7 +96,7 @@ class LocalImage:
         owner = self.cache.part(self.image.key).find_record()
         return owner is None or owner.placed
 
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether a part is left of which nobody made a copy at this call and at the last.
 
         Its stager was killed, or met an error of source or disk. One that was told to stop says
@@ -106,22 +106,22 @@ class LocalImage:
         if not (was_free and self._is_free):  # a new one may be about to take it
             return False
         owner = self.cache.part(self.image.key).find_record()
-        return not self.whole and owner is not None and not owner.stopped
+        return not self.is_whole and owner is not None and not owner.stopped
 
-    def drop(self) -> None:
+    def stop_using(self) -> None:
         """Uses nothing of it any more."""
         self._dropped = True
         self._past = self._file
         self._file = self.readers = None
         self.is_copied = False
 
-    def evict_spoilt(self) -> None:
+    def evict_unreadable(self) -> None:
         """Evicts the entry that gave an I/O error. Raises OSError, Failed.
 
         What is open here stays open: its other blocks are right. Redirects, if it has any, go with
         the next Prolog that names the path.
         """
-        inode, self.spoilt = self.spoilt, 0
+        inode, self.unreadable_inode = self.unreadable_inode, 0
         with (
             lock.held(self.cache.space_lock, lock.SPACE_TIMEOUT),
             contextlib.suppress(FileNotFoundError),  # somebody else was faster
@@ -131,17 +131,17 @@ class LocalImage:
         self._is_evicted = True
         self.cache.delete_evicted()
 
-    def has(self, offset: int, size: int) -> bool:
+    def has_bytes(self, offset: int, size: int) -> bool:
         file = self._file
-        return file is not None and file.has(offset, size)
+        return file is not None and file.has_bytes(offset, size)
 
-    def read(self, offset: int, into: memoryview) -> bool:
+    def read_into(self, offset: int, into: memoryview) -> bool:
         """Fills `into`; False where the bytes are not there, or not there any more."""
         file = self._file
         if file is None:
             return False
-        before = file.cleared()
-        if not file.has(offset, len(into)):
+        before = file.clear_count()
+        if not file.has_bytes(offset, len(into)):
             return False
         done = 0
         try:
@@ -152,8 +152,8 @@ class LocalImage:
                 done += count
         except OSError as error:  # this node's disk: the source has the same
             if error.errno == errno.EIO and file.readers is None and not self._is_evicted:
-                self.spoilt = file.inode
+                self.unreadable_inode = file.inode
             return False
         # A stager clears marks before it overwrites anything, and may set them again in between.
-        same = before == file.cleared() and file.has(offset, len(into))
+        same = before == file.clear_count() and file.has_bytes(offset, len(into))
         return same and not self._dropped

@@ -34,23 +34,23 @@ class ArrivalMonitor:
     """Tells whether the copy comes. Only the time in which a reader waits for it counts."""
 
     def __init__(self, now: float) -> None:
-        self.come = True
+        self.is_coming = True
         self._pieces = 0
         self._since = now  # when the last piece came, or a reader began to wait
         self._patience = PATIENCE
 
-    def look(self, pieces: int, waits: bool, now: float) -> None:
+    def update(self, pieces: int, waits: bool, now: float) -> None:
         """Takes how many pieces are here, and whether a reader waits for another one.
 
         `pieces` is -1 before the copy has begun.
         """
         if pieces != self._pieces:
             self._patience = piece_timeout(now - self._since)
-            self._pieces, self._since, self.come = pieces, now, True
+            self._pieces, self._since, self.is_coming = pieces, now, True
         elif not waits:
             self._since = now
         elif now - self._since >= (self._patience if pieces >= 0 else BEGIN):
-            self.come = False
+            self.is_coming = False
 
 
 class ReadStreams:
@@ -61,12 +61,12 @@ class ReadStreams:
         self._runs: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
-    def straight(self, offset: int, size: int) -> bool:
+    def is_sequential(self, offset: int, size: int) -> bool:
         """Notes a read; returns whether it is of a run of more than RUN bytes."""
         with self._lock:
-            return self._noted(offset, size) > RUN
+            return self._add_read(offset, size) > RUN
 
-    def _noted(self, offset: int, size: int) -> int:
+    def _add_read(self, offset: int, size: int) -> int:
         """The bytes of the run so far, with this read.
 
         Of a run most is read: somebody who hops about in a part of the image is not straight.

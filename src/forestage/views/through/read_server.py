@@ -76,7 +76,7 @@ class ServedImage(msgspec.Struct, frozen=True):
 
 
 class ReadServer:
-    """One generation. `line` is a descriptor of /dev/fuse."""
+    """One generation. `fuse_fd` is a descriptor of /dev/fuse."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class ReadServer:
     ) -> None:
         self.served = served
         self.file = served.attributes
-        self.line = line
+        self.fuse_fd = line
         self.memory = memory
-        self.common = common
+        self.shared_state = common
         self.earlier = list(earlier)
         self.local = served.local
         self.source_is = served.image.identity
@@ -118,22 +118,26 @@ class ReadServer:
         works: list[Callable[[], None]] = [
             partial(self._receive, number) for number in range(self.memory.receivers)
         ]
-        works += [self._read_copy] * AT_COPY + [self._read_source] * AT_SOURCE + [self._look]
+        works += (
+            [self._serve_from_copy] * AT_COPY
+            + [self._serve_from_source] * AT_SOURCE
+            + [self._run_looker]
+        )
         for work in works:
             threading.Thread(target=_run_or_exit, args=(work,), daemon=True).start()
-        _run_or_exit(self._watch)
+        _run_or_exit(self._run_main_loop)
         os._exit(GONE)
 
     # Requests
 
     def _receive(self, number: int) -> None:
-        slot = self.memory.slot(number)
+        slot = self.memory.request_slot(number)
         # The page must be there: for one that is not, a process that is being killed gets no memory
         # any more, and the kernel would answer the request with EIO.
         self.memory.clear_slot(number)
         while True:
             try:
-                os.readv(self.line, [slot])
+                os.readv(self.fuse_fd, [slot])
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     self.gone = True
@@ -141,65 +145,65 @@ class ReadServer:
                 if error.errno not in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
                     raise
                 continue
-            self._take(slot)
+            self._dispatch_request(slot)
             self.memory.clear_slot(number)
 
-    def _take(self, slot: memoryview) -> None:
+    def _dispatch_request(self, slot: memoryview) -> None:
         request = fuse.parse_request(slot)
         if request is None:
             return
         if request.op == FuseOpcode.READ:
             offset, size = fuse.parse_read_range(request)
             size = max(0, min(size, self.file.size - offset))
-            self._accept(PendingRead(request.unique, offset, size, pid=request.pid))
+            self._journal_read(PendingRead(request.unique, offset, size, pid=request.pid))
         elif request.op == FuseOpcode.INTERRUPT:
-            self._interrupt(request)
+            self._handle_interrupt(request)
         else:
             if (
                 request.op == FuseOpcode.INIT
                 and self.file.acl
                 and not fuse.has_acl_support(request)
             ):
-                self.common.hides_acl = 1
+                self.shared_state.hides_acl = 1
             answer = fuse.compute_reply(request, self.file)
             if answer is not None:
-                fuse.send_reply(self.line, request.unique, answer[1], error=answer[0])
+                fuse.send_reply(self.fuse_fd, request.unique, answer[1], error=answer[0])
 
-    def _accept(self, read: PendingRead) -> None:
+    def _journal_read(self, read: PendingRead) -> None:
         """Notes a READ and hands it to who will answer it."""
         if read.unique in self.pending:
             return
         if not read.size or not self.free:
             error = errno.EAGAIN if read.size else 0
-            fuse.send_reply(self.line, read.unique, error=error)
+            fuse.send_reply(self.fuse_fd, read.unique, error=error)
             return
         number = self.free.popleft()
-        self.memory.write(number, read)
+        self.memory.write_record(number, read)
         self.pending[read.unique] = number
-        self.common.first_read = self.common.first_read or time.monotonic_ns()
-        if not self.common.hot_known:
+        self.shared_state.first_read = self.shared_state.first_read or time.monotonic_ns()
+        if not self.shared_state.hot_known:
             end = chunk_count(read.offset + read.size, HOT_PIECE)
             self.hot.update(range(read.offset // HOT_PIECE, end))
-        self._hand_on(read)
+        self._dispatch_read(read)
 
-    def _hand_on(self, read: PendingRead) -> None:
+    def _dispatch_read(self, read: PendingRead) -> None:
         if not self.looked:
             self.early.append(read)
             return
-        whole = self.local.whole
-        straight = not whole and self.streams.straight(read.offset, read.size)
+        whole = self.local.is_whole
+        straight = not whole and self.streams.is_sequential(read.offset, read.size)
         if self.disk_hangs:
-            self._from_source(read)
-        elif whole or self.local.has(read.offset, read.size):
-            self._from_copy(read)
-        elif straight and self._arrives():
+            self._queue_for_source(read)
+        elif whole or self.local.has_bytes(read.offset, read.size):
+            self._queue_for_copy(read)
+        elif straight and self._is_copy_coming():
             self.waiting.append(read)
-            self._want(read, NOW)  # after that: see _watch
+            self._request_chunks(read, NOW)  # after that: see _watch
             self.stir.set()
         else:
-            self._from_source(read, NOW if straight else SOON)
+            self._queue_for_source(read, NOW if straight else SOON)
 
-    def _interrupt(self, request: FuseRequest) -> None:
+    def _handle_interrupt(self, request: FuseRequest) -> None:
         """Answers for a reader that is being killed, whatever its read waits for."""
         unique = fuse.parse_interrupted_id(request)
         number = self.pending.get(unique)
@@ -207,12 +211,12 @@ class ReadServer:
             # Another thread may be about to note it. EAGAIN has the kernel tell us once more,
             # unless the read has been answered.
             time.sleep(0.001)
-            fuse.send_reply(self.line, request.unique, error=errno.EAGAIN)
+            fuse.send_reply(self.fuse_fd, request.unique, error=errno.EAGAIN)
         else:
-            self.interrupted[unique] = self.memory.read(number).pid
-            self._end_killed()
+            self.interrupted[unique] = self.memory.read_record(number).pid
+            self._answer_killed_readers()
 
-    def _end_killed(self) -> None:
+    def _answer_killed_readers(self) -> None:
         """Answers reads of threads that are being killed.
 
         The kernel tells of a read's first signal only. If that does not kill, the read goes on:
@@ -223,54 +227,54 @@ class ReadServer:
                 self.interrupted.pop(unique, None)
             elif _is_killed(pid):
                 self.interrupted.pop(unique, None)
-                fuse.send_reply(self.line, unique, error=errno.EINTR)
+                fuse.send_reply(self.fuse_fd, unique, error=errno.EINTR)
                 number = self.pending.pop(unique, None)
                 if number is not None:
-                    self._forget(number)
+                    self._free_record(number)
 
     def _reply(self, read: PendingRead, data: memoryview | bytes = b"", error: int = 0) -> None:
         if read.unique in self.pending:
-            fuse.send_reply(self.line, read.unique, data, error=error)
+            fuse.send_reply(self.fuse_fd, read.unique, data, error=error)
             number = self.pending.pop(read.unique, None)
             if number is not None:
-                self._forget(number)
+                self._free_record(number)
 
-    def _forget(self, number: int) -> None:
-        self.memory.clear(number)
+    def _free_record(self, number: int) -> None:
+        self.memory.clear_record(number)
         self.free.append(number)
 
     # Bytes
 
-    def _read_copy(self) -> None:
+    def _serve_from_copy(self) -> None:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
         while True:
             read = self.at_copy.get()
             if read.unique in self.pending:
-                if self.local.read(read.offset, buffer[: read.size]):
-                    self._count(read, of_source=False)
+                if self.local.read_into(read.offset, buffer[: read.size]):
+                    self._count_read(read, of_source=False)
                     self._reply(read, buffer[: read.size])
                 else:
-                    self._copy_failed(read)
+                    self._retry_at_source(read)
             self.on_disk.pop(read.unique, None)
             self.disk_hangs = False
-            if self.local.spoilt:
-                self._evict_spoilt()
+            if self.local.unreadable_inode:
+                self._evict_unreadable()
 
-    def _copy_failed(self, read: PendingRead) -> None:
+    def _retry_at_source(self, read: PendingRead) -> None:
         """Has the source answer; once the entry is what is shown, only if it has the same bytes."""
-        if self.common.whole:
+        if self.shared_state.whole:
             with contextlib.suppress(OSError):  # the read will say so
                 facts = os.fstat(self.served.source)
                 if source_image.identity_from_stat(facts, self.source_is.path) != self.source_is:
                     self._reply(read, error=errno.EIO)
                     return
-        self._from_source(read)
+        self._queue_for_source(read)
 
-    def _evict_spoilt(self) -> None:
+    def _evict_unreadable(self) -> None:
         """After a bad block: the next job is to have no hit that ends in an I/O error."""
         key = self.served.image.key
         try:
-            self.local.evict_spoilt()
+            self.local.evict_unreadable()
             log.write_log_line(
                 f"through key={key} result=evicted detail='it cannot be read'", by_slurm=True
             )
@@ -279,25 +283,25 @@ class ReadServer:
                 f"through key={key} result=failed detail={str(error)!r}", by_slurm=True
             )
 
-    def _read_source(self) -> None:
+    def _serve_from_source(self) -> None:
         buffer = memoryview(mmap.mmap(-1, fuse.MAX_READ))
         while True:
             read, level = self.at_source.get()
-            if read.adopted > TRIES:
+            if read.servers_ended > TRIES:
                 self._reply(read, error=errno.EIO)
             elif read.unique in self.pending:
-                self._want(read, level)
+                self._request_chunks(read, level)
                 try:
                     count = _read_until_full(self.served.source, buffer[: read.size], read.offset)
                 except OSError as error:
                     self._reply(read, error=error.errno or errno.EIO)
                 else:
                     self._reply(read, buffer[:count])
-                    self._count(read, of_source=True)
-                self._note_reads()
+                    self._count_read(read, of_source=True)
+                self._mark_source_read()
             self.on_source.pop(read.unique, None)
 
-    def _want(self, read: PendingRead, level: WantLevel) -> None:
+    def _request_chunks(self, read: PendingRead, level: WantLevel) -> None:
         """Tells the stager that a job reads there, and from where."""
         readers = self.local.readers
         if readers is None:
@@ -310,19 +314,19 @@ class ReadServer:
             if not readers.has_arrived(number * chunk, min(chunk, rest), inode):
                 readers.request_chunk(number, level)
 
-    def _count(self, read: PendingRead, of_source: bool) -> None:
+    def _count_read(self, read: PendingRead, of_source: bool) -> None:
         readers = self.local.readers
-        if readers is not None and not self.common.whole:
+        if readers is not None and not self.shared_state.whole:
             with self.counting:
                 readers.count_read(read.size, of_source)
 
-    def _arrives(self) -> bool:
+    def _is_copy_coming(self) -> bool:
         """Whether the copy is under way, or about to begin."""
-        return self.local.is_copied and self.arrivals.come
+        return self.local.is_copied and self.arrivals.is_coming
 
     # The main thread
 
-    def _watch(self) -> None:
+    def _run_main_loop(self) -> None:
         seen: dict[tuple[int, int], bytes] = {}
         next_look, told = 0.0, self.local.readers
         while not self.gone:
@@ -330,39 +334,39 @@ class ReadServer:
             if readers is not told:  # a copy has begun: it does not know yet what is waited for
                 told = readers
                 for read in list(self.waiting):
-                    self._want(read, NOW)
+                    self._request_chunks(read, NOW)
             pieces = readers.count_arrived() if readers is not None else -1
-            self.arrivals.look(pieces, bool(self.waiting), time.monotonic())
-            self._hand_on_early()
-            self._hand_on_waiting()
+            self.arrivals.update(pieces, bool(self.waiting), time.monotonic())
+            self._dispatch_early_reads()
+            self._dispatch_waiting_reads()
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + BEAT
-                self.common.beat += 1
-                self._note_reads()
-                self._give_up_disk()
-                self._give_up_source()
-                self._end_killed()
-                self._adopt_hung(seen)
-                self._note_need()
+                self.shared_state.beat += 1
+                self._mark_source_read()
+                self._move_stuck_reads_to_source()
+                self._move_slow_reads_to_copy()
+                self._answer_killed_readers()
+                self._take_over_from_hung_servers(seen)
+                self._update_need()
             self.stir.wait(WAITING_BEAT if self.waiting or not self.looked else BEAT)
             self.stir.clear()
 
-    def _note_reads(self) -> None:
+    def _mark_source_read(self) -> None:
         """Has the copy keep away from the source while it takes long to answer a job."""
         readers = self.local.readers
         if readers is not None and self.on_source:
             readers.mark_source_read(time.monotonic_ns())
 
-    def _note_need(self) -> None:
-        if self.common.beat % NEED_BEATS == 0:
+    def _update_need(self) -> None:
+        if self.shared_state.beat % NEED_BEATS == 0:
             with contextlib.suppress(Failed, OSError):  # a damaged lease may be of who needs it
-                self.common.unneeded = not self._is_needed()
+                self.shared_state.unneeded = not self._is_needed()
 
     def _is_needed(self) -> bool:
         """Whether a job holds a lease on the image. Raises Failed, OSError."""
         return self.served.image.key in self.served.leases.leased_keys()  # noqa: SIM118
 
-    def _hand_on_early(self) -> None:
+    def _dispatch_early_reads(self) -> None:
         """Hands on what came before the looker's first look.
 
         A server before this one may have found that the copy is worthless, or the source.
@@ -370,127 +374,137 @@ class ReadServer:
         self.looked = self.looked or time.monotonic() - self.began > STUCK
         if self.looked:
             for _ in range(len(self.early)):
-                self._hand_on(self.early.popleft())
+                self._dispatch_read(self.early.popleft())
 
-    def _hand_on_waiting(self) -> None:
-        arrives = self._arrives()
+    def _dispatch_waiting_reads(self) -> None:
+        arrives = self._is_copy_coming()
         for _ in range(len(self.waiting)):
             read = self.waiting.popleft()
             if read.unique not in self.pending:
                 continue
-            if self.local.has(read.offset, read.size):
-                self._from_copy(read)
+            if self.local.has_bytes(read.offset, read.size):
+                self._queue_for_copy(read)
             elif arrives:
                 self.waiting.append(read)
             else:
-                self._from_source(read, NOW)
+                self._queue_for_source(read, NOW)
 
-    def _from_copy(self, read: PendingRead) -> None:
+    def _queue_for_copy(self, read: PendingRead) -> None:
         self.on_disk[read.unique] = read, time.monotonic()
         self.at_copy.put(read)
 
-    def _from_source(self, read: PendingRead, level: WantLevel = SOON) -> None:
+    def _queue_for_source(self, read: PendingRead, level: WantLevel = SOON) -> None:
         """Has the source answer; `level` is how much its chunk is wanted."""
         self.on_source[read.unique] = read, time.monotonic()
         self.at_source.put((read, level))
 
-    def _give_up_source(self) -> None:
+    def _move_slow_reads_to_copy(self) -> None:
         """Has the copy answer what the source does not, as soon as it has come."""
         late = time.monotonic() - SLOW
         for unique, (read, since) in list(self.on_source.items()):
             if unique not in self.pending:
                 self.on_source.pop(unique, None)
-            elif since < late and not self.disk_hangs and self.local.has(read.offset, read.size):
+            elif (
+                since < late
+                and not self.disk_hangs
+                and self.local.has_bytes(read.offset, read.size)
+            ):
                 self.on_source.pop(unique, None)
-                self._from_copy(read)
+                self._queue_for_copy(read)
 
-    def _give_up_disk(self) -> None:
+    def _move_stuck_reads_to_source(self) -> None:
         """Has the source answer what the node's disk does not."""
         late = time.monotonic() - STUCK
         for unique, (read, since) in list(self.on_disk.items()):
             if since < late:
                 self.disk_hangs = True  # until it answers, no other read has to wait for it
                 self.on_disk.pop(unique, None)
-                self._from_source(read)
+                self._queue_for_source(read)
 
     # What other generations left
 
-    def _adopt(self, generation: RequestJournal) -> None:
+    def _take_over_reads(self, generation: RequestJournal) -> None:
         for number in range(generation.receivers):
-            slot = generation.slot(number)
-            self._take(slot)
+            slot = generation.request_slot(number)
+            self._dispatch_request(slot)
             generation.clear_slot(number)
-        for number, read in list(generation.reads()):
-            self._accept(msgspec.structs.replace(read, adopted=read.adopted + 1))
+        for number, read in list(generation.list_reads()):
+            self._journal_read(msgspec.structs.replace(read, servers_ended=read.servers_ended + 1))
             self.interrupted[read.unique] = read.pid  # it may have been told of that
-            generation.clear(number)
+            generation.clear_record(number)
 
-    def _adopt_hung(self, seen: dict[tuple[int, int], bytes]) -> None:
+    def _take_over_from_hung_servers(self, seen: dict[tuple[int, int], bytes]) -> None:
         """Adopts from servers that were killed and have not ended: a thread hangs in the kernel.
 
         None of their instructions runs any more, but the kernel may still deliver a request. So
         they are looked at again and again, and a slot counts once it looked the same twice.
         """
-        for generation in [one for one in self.earlier if not one.ended]:
-            found = [bytes(generation.slot(n)) for n in range(generation.receivers)]
+        for generation in [one for one in self.earlier if not one.has_ended]:
+            found = [bytes(generation.request_slot(n)) for n in range(generation.receivers)]
             place = id(generation)
             if all(seen.get((place, n)) == slot for n, slot in enumerate(found)):
-                self._adopt(generation)
+                self._take_over_reads(generation)
             seen.update({(place, n): slot for n, slot in enumerate(found)})
-        for generation in [one for one in self.earlier if one.ended]:
-            self._adopt(generation)
+        for generation in [one for one in self.earlier if one.has_ended]:
+            self._take_over_reads(generation)
             self.earlier.remove(generation)
 
     # The looker
 
-    def _look(self) -> None:
-        if self.common.changed:
-            self.local.drop()
-        elif not self.common.whole:  # else the entry is what is shown, whatever the source is now
-            self._look_at_source()
-        self._look_at_copy()
+    def _run_looker(self) -> None:
+        if self.shared_state.changed:
+            self.local.stop_using()
+        elif (
+            not self.shared_state.whole
+        ):  # else the entry is what is shown, whatever the source is now
+            self._check_source()
+        self._open_latest_copy()
         self.looked = True
-        while not (self.local.whole and self.common.hot_known):
-            self._look_at_source()
+        while not (self.local.is_whole and self.shared_state.hot_known):
+            self._check_source()
             for _ in range(round(SOURCE_LOOK / LOOK)):
-                self._look_at_copy()
+                self._open_latest_copy()
                 time.sleep(LOOK)
-            self._look_at_stager()
-            self._keep_hot()
+            self._update_abandoned()
+            self._save_hot_map()
 
-    def _look_at_copy(self) -> None:
+    def _open_latest_copy(self) -> None:
         with contextlib.suppress(OSError):  # the disk's fault; the source has the bytes
-            self.local.look()
-            if self.local.whole:
-                self.common.whole = 1
+            self.local.open_latest()
+            if self.local.is_whole:
+                self.shared_state.whole = 1
 
-    def _look_at_stager(self) -> None:
+    def _update_abandoned(self) -> None:
         """Tells the keeper, which may start another, whether a copy that is needed has none."""
         with contextlib.suppress(Failed, OSError):
-            gone = not self.common.changed and self.local.abandoned()
-            self.common.abandoned = gone and self._is_needed()
+            gone = not self.shared_state.changed and self.local.is_abandoned()
+            self.shared_state.abandoned = gone and self._is_needed()
 
-    def _keep_hot(self) -> None:
+    def _save_hot_map(self) -> None:
         """Once the first minute is over."""
-        since = time.monotonic_ns() - self.common.first_read
-        if self.common.first_read and since > hot_pieces.WINDOW * 1e9 and not self.common.hot_known:
-            self.common.hot_known = 1
+        since = time.monotonic_ns() - self.shared_state.first_read
+        if (
+            self.shared_state.first_read
+            and since > hot_pieces.WINDOW * 1e9
+            and not self.shared_state.hot_known
+        ):
+            self.shared_state.hot_known = 1
             with contextlib.suppress(OSError):  # only a matter of speed, next time
                 hot_pieces.save_hot_map(self.local.cache, self.served.image, self.hot)
 
-    def _look_at_source(self) -> None:
+    def _check_source(self) -> None:
         """A source that was changed in place makes the copy worthless, and what is cached of it."""
         try:
             facts = os.fstat(self.served.source)
         except OSError:
             return  # reads will say so
         found = source_image.identity_from_stat(facts, self.source_is.path)
-        if found != self.source_is and not self.local.whole:
-            self.local.drop()
-            fuse.invalidate_cache(self.line)
+        if found != self.source_is and not self.local.is_whole:
+            self.local.stop_using()
+            fuse.invalidate_cache(self.fuse_fd)
             # Last: a server that is killed before leaves all of it to the next.
             self.source_is = found
-            self.common.changed = 1
+            self.shared_state.changed = 1
 
 
 def _is_killed(pid: int) -> bool:

@@ -33,13 +33,13 @@ _RECORD = struct.Struct("<QQIH2xI4x")
 class PendingRead(msgspec.Struct, frozen=True):
     """A READ: `size` bytes from `offset` on, asked as `unique`.
 
-    `adopted` counts the servers that ended while it waited; `pid` is the thread's that reads.
+    `servers_ended` counts the servers that ended while it waited; `pid` is the thread's that reads.
     """
 
     unique: int
     offset: int
     size: int
-    adopted: int = 0
+    servers_ended: int = 0
     pid: int = 0
 
 
@@ -54,14 +54,14 @@ class RequestJournal:
         self._memory = mmap.mmap(-1, self._end + 1)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the keeper has reaped this server: nothing is written here any more."""
         return self._memory[self._end] == 1
 
-    def end(self) -> None:
+    def mark_ended(self) -> None:
         self._memory[self._end] = 1
 
-    def slot(self, receiver: int) -> memoryview:
+    def request_slot(self, receiver: int) -> memoryview:
         start = receiver * REQUEST_BYTES
         return memoryview(self._memory)[start : start + REQUEST_BYTES]
 
@@ -69,23 +69,23 @@ class RequestJournal:
         # The request's length: 0 says that nothing is there.
         self._memory[receiver * REQUEST_BYTES : receiver * REQUEST_BYTES + 4] = bytes(4)
 
-    def write(self, number: int, read: PendingRead) -> None:
+    def write_record(self, number: int, read: PendingRead) -> None:
         # The unique last: a record counts once that is there.
         at = self._journal + number * _RECORD.size
         data = _RECORD.pack(*msgspec.structs.astuple(read))
         self._memory[at + 8 : at + _RECORD.size] = data[8:]
         self._memory[at : at + 8] = data[:8]
 
-    def read(self, number: int) -> PendingRead:
+    def read_record(self, number: int) -> PendingRead:
         return PendingRead(
             *_RECORD.unpack_from(self._memory, self._journal + number * _RECORD.size)
         )
 
-    def clear(self, number: int) -> None:
+    def clear_record(self, number: int) -> None:
         at = self._journal + number * _RECORD.size
         self._memory[at : at + 8] = bytes(8)
 
-    def reads(self) -> Iterator[tuple[int, PendingRead]]:
+    def list_reads(self) -> Iterator[tuple[int, PendingRead]]:
         """The records that wait, each with its number."""
         journal = memoryview(self._memory)[self._journal : self._end]
         for number, fields in enumerate(_RECORD.iter_unpack(journal)):
@@ -94,8 +94,8 @@ class RequestJournal:
 
     def is_empty(self) -> bool:
         """Whether there is nothing to adopt."""
-        slots = [self.slot(number)[:4] for number in range(self.receivers)]
-        return not any(map(any, slots)) and next(self.reads(), None) is None
+        slots = [self.request_slot(number)[:4] for number in range(self.receivers)]
+        return not any(map(any, slots)) and next(self.list_reads(), None) is None
 
 
 class ReadThroughState(ctypes.Structure):
@@ -122,5 +122,5 @@ class ReadThroughState(ctypes.Structure):
     ]
 
     @classmethod
-    def shared(cls) -> "ReadThroughState":
+    def create_shared(cls) -> "ReadThroughState":
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))

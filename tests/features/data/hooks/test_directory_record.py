@@ -98,7 +98,7 @@ def test_step_writes_a_missing_directory_record_on_a_switched_off_node(dirs: Dir
     file_of(dirs).unlink()
     off = Declined("disabled", "INC-1")
     asked = dirs.job(7, "", SLURM_STEP_ID="0")
-    shown = data.show_job_data(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), off)
+    shown = data.show_job_data(dirs.on, asked, HookDeadlines.from_seconds(Clock(), 60.0, None), off)
     assert shown.lines == own(dirs)
     assert sorted(record(dirs)) == sorted(expected(*own(dirs)))
 

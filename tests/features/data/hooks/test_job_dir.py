@@ -90,7 +90,10 @@ def test_job_directory_is_recreated_for_another_job_with_the_same_number(dirs: D
             assert list(dirs.node.cache.jobs.iterdir()) == []
         asked = dirs.job(7, "stage-dir=64M", user, **begin)
         assert (
-            data.start_job_data(dirs.on, asked, HookDeadlines.of(Clock(), 60.0, None), None) == []
+            data.start_job_data(
+                dirs.on, asked, HookDeadlines.from_seconds(Clock(), 60.0, None), None
+            )
+            == []
         )
         with dirs.seen(7, user) as at:
             assert (at / "file").exists() is is_same
@@ -334,7 +337,7 @@ def test_declined_job_directory_clears_the_variables_inherited_from_another_job(
         dirs.on.cache.root.mkdir()
         dirs.on.cache.root.chmod(0o777)
     asked = dirs.job(7, comment + " stage=off" * (why == "off"))
-    limit = HookDeadlines.of(Clock(), 60.0, None)
+    limit = HookDeadlines.from_seconds(Clock(), 60.0, None)
     (outcome,) = data.start_job_data(dirs.on, asked, limit, refusal)
     assert outcome.result in ("declined", "failed")
     shown = data.show_job_data(dirs.on, dirs.job(7, "", SLURM_STEP_ID="0"), limit, refusal)

@@ -90,7 +90,7 @@ class Cluster:
     def start(self, name: str, path: Path, **facts: str) -> DirectoryCopyState:
         """The job's start on a node, until its process has ended."""
         bare = self.bare(name)
-        limit = HookDeadlines.of(Clock(), 600.0, None)
+        limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
         with self.counting(name):
             (begun,) = data.start_job_data(
                 bare, self.job(name, f"stage={path}/", **facts), limit, None
@@ -106,7 +106,7 @@ class Cluster:
         return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
 
     def step(self, name: str, number: int = 0, **facts: str) -> data.StepPart:
-        limit = HookDeadlines.of(Clock(), 600.0, None)
+        limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
         with self.counting(name):
             return data.show_job_data(self.bare(name), self.job(name, **facts), limit, None)

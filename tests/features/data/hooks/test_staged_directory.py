@@ -85,12 +85,12 @@ def as_job(node: Node, job: int, comment: str, user: User = ALICE) -> Job:
 
 
 def begin(node: Node, job: int, comment: str, user: User = ALICE) -> list[RequestOutcome]:
-    limit = HookDeadlines.of(Clock(), 600.0, None)
+    limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
     return data.start_job_data(ready(node, job), as_job(node, job, comment, user), limit, None)
 
 
 def show(node: Node, job: int, user: User = ALICE, wait: float | None = None) -> data.StepPart:
-    limit = HookDeadlines.of(Clock(), 600.0, wait)
+    limit = HookDeadlines.from_seconds(Clock(), 600.0, wait)
     return data.show_job_data(ready(node, job), as_job(node, job, "", user), limit, None)
 
 
@@ -390,7 +390,9 @@ def test_directory_above_the_jobs_working_directory_is_not_mounted_over(spank: N
     path = spank.shared
     staged(spank, 1, path / "alice/set")
     job = msgspec.structs.replace(as_job(spank, 1, ""), work_dir=str(path / "alice/set/sub"))
-    shown = data.show_job_data(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
+    shown = data.show_job_data(
+        ready(spank, 1), job, HookDeadlines.from_seconds(Clock(), 600.0, None), None
+    )
     assert (shown.lines, shown.outcomes[0].reason) == ([], "no-mount")
 
 
@@ -489,14 +491,14 @@ def test_killed_copy_of_a_directory_is_resumed_by_the_next_job(
     path = fill(spank)
     spank.put("alice/set/large", os.urandom(3 << 20))
     with pytest.MonkeyPatch.context() as once:
-        real = chunks.ChunkCopy.note
+        real = chunks.ChunkCopy.mark_complete
 
         def note(run: chunks.ChunkCopy, number: int, found: bytes) -> None:
             real(run, number, found)
             if number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        once.setattr(chunks.ChunkCopy, "note", note)
+        once.setattr(chunks.ChunkCopy, "mark_complete", note)
         begin(spank, 1, f"stage={path}/")
     (part,) = until(lambda: [one for one in spank.parts() if one.read_digests()], "a part")
     until(lambda: spank.is_idle(part.directory.name), "the stager's end")
@@ -539,7 +541,9 @@ def test_step_that_waits_reports_whether_the_directory_is_scanned_or_copied(
         if len(heard) == 2:
             os.write(here, b".")
 
-    limit = msgspec.structs.replace(HookDeadlines.of(Clock(), 600.0, 600.0), progress=progress)
+    limit = msgspec.structs.replace(
+        HookDeadlines.from_seconds(Clock(), 600.0, 600.0), on_data_wait=progress
+    )
     shown = data.show_job_data(ready(spank, 1), as_job(spank, 1, ""), limit, None)
     assert shown.outcomes[0].reason == "io"
     words = {"looking": "whose files are being looked at", "copying": "which is about to begin"}
@@ -583,7 +587,9 @@ def test_directory_process_of_an_earlier_run_writes_nothing_into_the_requeued_jo
     monkeypatch.setattr(directory, "_copy_and_record", ended)
     begin(spank, 1, f"stage={path}/")
     job = msgspec.structs.replace(as_job(spank, 1, f"stage={path}/"), restart=1)
-    data.start_job_data(ready(spank, 1), job, HookDeadlines.of(Clock(), 600.0, None), None)
+    data.start_job_data(
+        ready(spank, 1), job, HookDeadlines.from_seconds(Clock(), 600.0, None), None
+    )
     assert settled(spank, 1, path).state == "ready"
     gate.touch()
     until((spank.nvme / "ended0").exists, "the earlier run's process")
@@ -826,7 +832,7 @@ def test_directory_above_the_jobs_home_or_working_directory_is_not_mounted_even_
     assert staged(spank, 1, path).state == "ready"
     environ = spank.environ(1) | {"SLURM_STEP_ID": "1"}
     environ[own] = str(link if written == "link" else path / "a")
-    limit = HookDeadlines.of(Clock(), 600.0, None)
+    limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
     shown = data.show_job_data(ready(spank, 1), Job.from_environ(environ), limit, None)
     assert shown.lines == []
     (outcome,) = shown.outcomes

@@ -224,8 +224,10 @@ def test_metric_labels_hold_no_user_image_job_or_unknown_reason() -> None:
     tally = EventTally()
     bare = samples(metrics.format_metrics(MetricsExportFacts(EventTally(), "1", off=False)))
     for number in range(50):
-        tally.add(hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd))
-        tally.add(hit(number, result="declined", reason=f"{number}", detail=odd))
+        tally.add_event(
+            hit(number, image=f"/{odd}", key=odd, request=odd, result="failed", reason=odd)
+        )
+        tally.add_event(hit(number, result="declined", reason=f"{number}", detail=odd))
     found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=False)))
     assert found.keys() == bare.keys()
     assert found["forestage_errors_total reason=other"] == 50
@@ -246,7 +248,7 @@ def test_metrics_of_an_empty_tally_export_every_series_as_zero() -> None:
 
 def test_each_failure_reason_raised_in_the_source_has_an_errors_total_series() -> None:
     tally = EventTally()
-    tally.add(hit(1, result="failed", reason="source-error"))
+    tally.add_event(hit(1, result="failed", reason="source-error"))
     found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=False)))
     assert found["forestage_errors_total reason=source-error"] == 1
     assert set(collect_reasons()) >= collect_failures()
@@ -267,9 +269,9 @@ def test_each_outcome_is_exported_in_its_metrics_series() -> None:
             RequestOutcome("declined", reason="outside-sources", wait=0.0),
         )
     ):
-        tally.add(EventRecord(1.0, "prolog", job, outcome))
+        tally.add_event(EventRecord(1.0, "prolog", job, outcome))
     copied = CopyOutcome("copied", size=1000, from_peers=400, from_others=150, copying=1e-6)
-    tally.add(EventRecord(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
+    tally.add_event(EventRecord(1.0, "stager", 4, msgspec.structs.replace(copied, evicted=("k",))))
     found = samples(metrics.format_metrics(MetricsExportFacts(tally, "1", off=True)))
     expected = {
         "requests_total hook=prolog result=hit": 1,
@@ -304,8 +306,8 @@ def test_each_outcome_is_exported_in_its_metrics_series() -> None:
 
 
 def test_metric_family_of_a_feature_is_written_after_the_family_named_in_after() -> None:
-    waits = Histogram.of((1.0, 2.0))
-    waits.add(1.5)
+    waits = Histogram.make_empty((1.0, 2.0))
+    waits.add_value(1.5)
     families = (
         MetricFamily("flown_bytes", "Flown.", after="copies", kind="counter", value=3.0),
         MetricFamily("landed", "Landed.", after="leases", label="at", values={"night": 1}),

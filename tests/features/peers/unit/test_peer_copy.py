@@ -641,9 +641,11 @@ def test_notice_of_wrong_bytes_invalidates_the_readers_chunks_before_the_copy_co
         if count == (COUNT if last else COUNT // 2):
             fake.noticed = {"x", "a"}
 
-    real = peer_copy.PeerCopy.note
+    real = peer_copy.PeerCopy.mark_complete
     monkeypatch.setattr(
-        peer_copy.PeerCopy, "note", lambda run, n, found: noticed(n, found, partial(real, run))
+        peer_copy.PeerCopy,
+        "mark_complete",
+        lambda run, n, found: noticed(n, found, partial(real, run)),
     )
     monkeypatch.setattr(peer_copy, "WRITE_INTERVAL", 1e9 if last else 0.0)
     # Only notices tell: on a busy machine chunks are asked for twice, and both answers compared.

@@ -74,7 +74,9 @@ def test_lease_acquired_after_the_epilog_is_released(
     def answer(node: Node, job: Job, asked: RegistryRequest, tasks: WaitingTasks) -> RequestResult:
         tasks.path.unlink()
         step_files.make_placeholder(node.places, job.id, job.step, found.size)
-        with leases.hold_entry(node, job, found.key, HookDeadlines.of(node.clock, 60.0, None)):
+        with leases.hold_entry(
+            node, job, found.key, HookDeadlines.from_seconds(node.clock, 60.0, None)
+        ):
             return RequestResult(RequestOutcome("hit"), found)
 
     def report(outcomes: object) -> None:

@@ -96,7 +96,7 @@ def test_report_sums_saved_time_for_each_user_image_partition_and_node() -> None
     assert (found.all.saved, found.partitions[0].saved, found.nodes[0].saved) == (11.0,) * 3
     tally = EventTally()
     for run in runs:
-        tally.add(run)
+        tally.add_event(run)
     assert tally.saved - tally.lost == found.all.saved, "as in the metrics"
 
 
@@ -194,7 +194,7 @@ def test_report_classifies_each_start_by_its_outcomes_as_the_tally_does(case: Co
     assert found.hit_ratio == case.ratio
     tally = EventTally()
     for hook, outcome in case.runs:
-        tally.add(event(hook, outcome))
+        tally.add_event(event(hook, outcome))
     assert tally.hit_ratio == case.ratio, "as in `status`, and in the metrics"
 
 

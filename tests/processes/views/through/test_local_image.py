@@ -34,16 +34,16 @@ def readers(tmp_path: Path) -> ArrivalMap:
 @pytest.fixture
 def found(tmp_path: Path, readers: ArrivalMap) -> LocalImage:
     found = LocalImage(Cache(tmp_path / "cache"), IMAGE, tmp_path / "spot")
-    found.look()
+    found.open_latest()
     return found
 
 
 def test_local_image_reads_only_pieces_marked_as_arrived(found: LocalImage) -> None:
     buffer = memoryview(bytearray(4096))
-    assert found.read(0, buffer)
+    assert found.read_into(0, buffer)
     assert bytes(buffer) == b"a" * 4096
-    assert not found.read(MIB - 1, buffer)
-    assert not found.read(MIB, buffer)
+    assert not found.read_into(MIB - 1, buffer)
+    assert not found.read_into(MIB, buffer)
 
 
 @pytest.mark.parametrize("change", ["forgotten", "there and back", "dropped"])
@@ -57,7 +57,7 @@ def test_bytes_are_not_used_if_their_mark_was_cleared_during_the_read(
     changes: dict[str, Callable[[], None]] = {
         "forgotten": lambda: readers.clear_arrived(0),
         "there and back": there_and_back,
-        "dropped": found.drop,
+        "dropped": found.stop_using,
     }
     real = os.preadv
 
@@ -66,7 +66,7 @@ def test_bytes_are_not_used_if_their_mark_was_cleared_during_the_read(
         return real(fd, into, offset)
 
     monkeypatch.setattr(local_image.os, "preadv", preadv)
-    assert not found.read(0, memoryview(bytearray(4096)))
+    assert not found.read_into(0, memoryview(bytearray(4096)))
 
 
 def test_arrival_marks_for_another_inode_are_not_used(
@@ -74,15 +74,15 @@ def test_arrival_marks_for_another_inode_are_not_used(
 ) -> None:
     other = ArrivalMap(tmp_path / "spot", IMAGE.size, MIB, inode=1)
     other.mark_arrived(0, IMAGE.size)
-    assert not found.has(0, 4096)
+    assert not found.has_bytes(0, 4096)
 
 
 def test_arrival_marks_are_cleared_before_their_directory_is_deleted(
     found: LocalImage, tmp_path: Path
 ) -> None:
-    assert found.has(0, 4096)
+    assert found.has_bytes(0, 4096)
     keeper_cleanup.remove_directory(tmp_path / "spot")
-    assert not found.has(0, 4096)
+    assert not found.has_bytes(0, 4096)
     assert not (tmp_path / "spot").exists()
 
 
@@ -97,11 +97,11 @@ def left(found: LocalImage) -> LocalImage:
 
 
 def test_copy_is_abandoned_after_its_lock_was_free_at_two_checks(left: LocalImage) -> None:
-    assert not left.abandoned()
+    assert not left.is_abandoned()
     with lock.held(left.cache.key_lock(IMAGE.key), 0):
-        assert not left.abandoned()
-    assert not left.abandoned()
-    assert left.abandoned()
+        assert not left.is_abandoned()
+    assert not left.is_abandoned()
+    assert left.is_abandoned()
 
 
 @pytest.mark.parametrize("end", ["published", "dropped", "stopped"])
@@ -112,8 +112,8 @@ def test_published_dropped_or_stopped_copy_is_not_abandoned(left: LocalImage, en
         left.cache.part(IMAGE.key).mark_stopped()
     else:
         left.cache.drop_part(IMAGE.key)
-    left.look()
-    assert [left.abandoned(), left.abandoned()] == [False, False]
+    left.open_latest()
+    assert [left.is_abandoned(), left.is_abandoned()] == [False, False]
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalImage:
     part.image.write_bytes(bytes(IMAGE.size))
     cache.publish(Entry(IMAGE.key, IMAGE.identity, IMAGE.access, 1.0, "chunks"))
     made = LocalImage(cache, IMAGE, tmp_path / "spot")
-    made.look()
-    assert made.whole
+    made.open_latest()
+    assert made.is_whole
 
     def fails(*arguments: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -137,18 +137,18 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalImage:
 
 
 def test_entry_with_a_read_error_is_evicted_once(failing: LocalImage) -> None:
-    assert not failing.read(0, memoryview(bytearray(4096)))
-    assert failing.spoilt
-    failing.evict_spoilt()
+    assert not failing.read_into(0, memoryview(bytearray(4096)))
+    assert failing.unreadable_inode
+    failing.evict_unreadable()
     assert list(failing.cache.entries.iterdir()) == []
-    assert not failing.read(0, memoryview(bytearray(4096)))
-    assert not failing.spoilt
+    assert not failing.read_into(0, memoryview(bytearray(4096)))
+    assert not failing.unreadable_inode
 
 
 def test_newer_copy_of_an_image_with_a_read_error_is_not_evicted(failing: LocalImage) -> None:
-    failing.read(0, memoryview(bytearray(4096)))
+    failing.read_into(0, memoryview(bytearray(4096)))
     copy = failing.cache.image_path(IMAGE.key)
     copy.rename(copy.with_name("old"))
     copy.write_bytes(bytes(IMAGE.size))
-    failing.evict_spoilt()
+    failing.evict_unreadable()
     assert copy.exists()
