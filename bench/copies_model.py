@@ -114,7 +114,7 @@ class CopiesSimulation:
         for other in asked:
             node = self.nodes[other]
             if not node.dead:
-                names = node.askers.ask(key, says, now) if self.case.remembers else ()
+                names = node.askers.record_and_list(key, says, now) if self.case.remembers else ()
                 has = key in node.images or other in self.liars
                 answers.append((other, KnownCopiesReply(has, names)))
         if name not in self.liars:

@@ -123,7 +123,7 @@ class PeersSimulation:
         self.all = (1 << case.chunks) - 1
         self.names = [f"n{number}" for number in range(case.nodes)]
         self.policy = peer_copy.make_policy(case.threads, case.nodes)
-        flows = min(self.policy.at_once, case.threads)
+        flows = min(self.policy.max_own_reads, case.threads)
         self.source = SharedSource(self, case.source, case.link / flows)
         self.nodes = {name: SimulatedPeer(name, case.link) for name in self.names}
         self._people(random.Random(seed))
@@ -182,7 +182,7 @@ class PeersSimulation:
         schedule = node.schedule
         if node.dead or schedule is None or node.ended is not None:
             return
-        while (name := schedule.next_greeting(self.now)) is not None:
+        while (name := schedule.next_first_connection(self.now)) is not None:
             peer = self.nodes[name]
             took = HANDSHAKE_TIMEOUT if peer.dead else ANSWER + self.case.answer
             self.after(took, self._greeted, node, peer)
@@ -199,9 +199,9 @@ class PeersSimulation:
     def _greeted(self, node: SimulatedPeer, peer: SimulatedPeer) -> None:
         assert node.schedule is not None
         if peer.dead:
-            node.schedule.greeting_failed(peer.name, "refused", self.now)
+            node.schedule.mark_connect_failed(peer.name, "refused", self.now)
         else:
-            node.schedule.greeted(peer.name)
+            node.schedule.mark_connected(peer.name)
         self._work(node)
 
     def _look(self, node: SimulatedPeer) -> None:
@@ -234,12 +234,12 @@ class PeersSimulation:
         """Gives up what turns out to be read in vain; what came of it until then counts."""
         assert node.schedule is not None
         for ask, since in list(node.reads.items()):
-            if node.schedule.in_vain(ask, self.now):
+            if node.schedule.is_superfluous_read(ask, self.now):
                 del node.reads[ask]
                 rate = min(self.source.limit, self.source.rate / max(1, len(self.source.flows)))
                 came = (self.now - since) * rate
                 self.read -= self.case.chunk - min(self.case.chunk, round(came))
-                node.schedule.drop(ask)
+                node.schedule.drop_early_read(ask)
                 node.readers += 1
 
     def _ask(self, node: SimulatedPeer, peer: SimulatedPeer, ask: ChunkTransfer) -> None:
@@ -252,7 +252,7 @@ class PeersSimulation:
         else:
             assert node.schedule is not None
             peer.waiting.setdefault(ask.number, []).append((node, ask, self.now))
-            patience = max(LATENCY, node.schedule.wait(ask))
+            patience = max(LATENCY, node.schedule.peer_wait(ask))
             self.after(patience, self._waited, node, peer, ask, self.now)
 
     def _waited(
@@ -271,7 +271,7 @@ class PeersSimulation:
         node.free_down = max(node.free_down, self.now) + size / node.rate
         took = max(peer.free_up, node.free_down) - self.now + LATENCY
         self.after(LATENCY, self._tell, node, peer)  # by the head of the answer
-        patience = node.schedule.give_up(ask)
+        patience = node.schedule.transfer_timeout(ask)
         if took > patience:
             self.after(patience, self._failed, node, ask, "slow")
         else:
@@ -289,10 +289,10 @@ class PeersSimulation:
         self._back(node, ask)
         if peer is not None:
             self._tell(node, peer)
-        schedule.got(ask, self.now)
+        schedule.mark_received(ask, self.now)
         for other, asked, _ in node.waiting.pop(ask.number, ()):
             self._send(other, node, asked)
-        if schedule.done and node.ended is None:
+        if schedule.is_done and node.ended is None:
             node.ended = self.now
         self._work(node)
 
@@ -300,14 +300,14 @@ class PeersSimulation:
         """What a peer's answer says besides."""
         if peer.schedule is not None and node.schedule is not None and not peer.dead:
             has = self.all & ~peer.schedule.missing
-            node.schedule.peer_has(peer.name, has, self.now, peer.schedule.source_failed)
+            node.schedule.record_peer_chunks(peer.name, has, self.now, peer.schedule.source_failed)
             self._drop_reads(node)
 
     def _failed(self, node: SimulatedPeer, ask: ChunkTransfer, why: FailureReason) -> None:
         if node.schedule is None or node.dead:
             return
         self._back(node, ask)
-        node.schedule.failed(ask, why, self.now)
+        node.schedule.mark_failed(ask, why, self.now)
         self._work(node)
 
     def _back(self, node: SimulatedPeer, ask: ChunkTransfer) -> None:

@@ -365,7 +365,9 @@ class Client:
 
         start, size = span(number)
         receiver = ChunkReceiver(self.buffer, write, peer_has, lambda: False)
-        found = self.peers.fetch(peer, ChunkRequest(number, start, size, give_up, wait), receiver)
+        found = self.peers.fetch_chunk(
+            peer, ChunkRequest(number, start, size, give_up, wait), receiver
+        )
         data = b"".join(pieces[at] for at in sorted(pieces))
         assert found == digest.digest_chunk(data)
         assert sorted(pieces) == list(range(start, start + size, len(self.buffer)))
@@ -389,7 +391,7 @@ class Client:
         start, size = span(number)
         buffer = memoryview(bytearray(piece_size))
         receiver = ChunkReceiver(buffer, write, lambda has, source_failed: None, stop)
-        self.peers.fetch("n1", ChunkRequest(number, start, size, HANGS, wait), receiver)
+        self.peers.fetch_chunk("n1", ChunkRequest(number, start, size, HANGS, wait), receiver)
 
 
 class Stranger:
@@ -418,7 +420,7 @@ class Stranger:
 
     def log_in(self, prover: Authenticator, key: str) -> int:
         """Gets a session as a client does; the status."""
-        return self.send_credential(prover.offer(key))
+        return self.send_credential(prover.make_credential(key))
 
     def send_credential(self, offer: Credential) -> int:
         status, body = self.ask("/v1/session", "POST", offer.text.encode())
@@ -500,7 +502,7 @@ class FakeService:
     def answer(self, line: socket.socket, first: str, headers: dict[str, str], body: str) -> None:
         if "session" in first:
             with contextlib.suppress(auth.BadCredential):
-                self.secrets.append(self.prover.read(body).secret)
+                self.secrets.append(self.prover.read_credential(body).secret)
             name = str(len(self.secrets) - 1)
             mac = auth.session_mac(self.secrets[-1], name)
             send_response(line, "200 OK", json.dumps({"session": name, "mac": mac}).encode())
@@ -551,17 +553,17 @@ class OtherNode:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
-    def wrong(self) -> frozenset[str]:
+    def list_wrong_readers(self) -> frozenset[str]:
         return frozenset()
 
-    def silent(self) -> frozenset[str]:
+    def list_silent_nodes(self) -> frozenset[str]:
         return frozenset()
 
-    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+    def open_session(self, peer: str, stop: Callable[[], bool]) -> None:
         """It answers at once."""
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
-        receiver.peer_has((1 << 64) - 1, False)
+    def fetch_chunk(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
+        receiver.on_peer_chunks((1 << 64) - 1, False)
         data = self.content[chunk.start : chunk.start + chunk.size]
         receiver.buffer[: chunk.size] = data
         receiver.write(chunk.start, receiver.buffer[: chunk.size])

@@ -95,7 +95,7 @@ def list_parts(facts: TendFacts, is_doubted: bool) -> Iterator[TendPart]:
 
     `is_doubted`: no job is served until the entries are read, so they are read at once.
     """
-    of_node = facts.config is not None and not facts.is_apart
+    of_node = facts.config is not None and not facts.is_feature_host
     if of_node:
         yield TendPart("room", ("evict", "--quiet"), 20.0)
     added: list[TendPart] = []

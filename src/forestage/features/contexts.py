@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class SweepFacts(msgspec.Struct, frozen=True):
-    """sweep.py: the node as a sweep has it; `staying`: jobs with a lease that are not over."""
+    """sweep.py: the node as a sweep has it; `jobs_with_lease`: jobs with a lease that are not over."""
 
     node: Node
     slurm: SlurmClient
-    staying: frozenset[int]
+    jobs_with_lease: frozenset[int]
     dry_run: bool
 
 
@@ -111,12 +111,13 @@ class MetricsPart(msgspec.Struct, frozen=True):
 class ExplainFacts(msgspec.Struct, frozen=True):
     """explain.py: what a hook or a stager came to.
 
-    `ahead` are the copies, by key, that were made before the job asked, and which it used first.
+    `copies_ahead` are the copies, by key, that were made before the job asked, and which it used
+    first.
     """
 
     hook: EventHook
     outcome: Outcome
-    ahead: Mapping[str, CopyOutcome] = {}
+    copies_ahead: Mapping[str, CopyOutcome] = {}
 
 
 class ExplainPart(msgspec.Struct, frozen=True):
@@ -149,16 +150,16 @@ class CheckFacts(msgspec.Struct, frozen=True):
 class BeforeLeaseFacts(msgspec.Struct, frozen=True):
     """prolog.py, step.py: a job before the core takes a lease for it.
 
-    `environ` is the hook's. `report` records what comes of the job in a process that goes on after
-    the hook, `log` writes a line of the hook's.
+    `environ` is the hook's. `record_outcomes` records what comes of the job in a process that goes
+    on after the hook, `write_log_line` writes a line of the hook's.
     """
 
     node: Node
     job: Job
     slurm_conf: SlurmConf
     environ: Mapping[str, str]
-    report: Callable[[Sequence[Outcome]], None]
-    log: Callable[[str], None]
+    record_outcomes: Callable[[Sequence[Outcome]], None]
+    write_log_line: Callable[[str], None]
 
 
 class AfterLeaseFacts(msgspec.Struct, frozen=True):
@@ -173,24 +174,24 @@ class AfterLeaseFacts(msgspec.Struct, frozen=True):
 class StepPart(msgspec.Struct, frozen=True):
     """What a feature shows a step: lines for the companion, and what became of each request.
 
-    `local` are the paths, in the comment's order, at which all of it is read from this node.
+    `local_paths` are the paths, in the comment's order, at which all of it is read from this node.
     """
 
     lines: list[LineFields]
     outcomes: list[RequestOutcome]
-    local: tuple[str, ...] = ()
+    local_paths: tuple[str, ...] = ()
 
 
 class TendFacts(msgspec.Struct, frozen=True):
     """tend.py: the node whose minute it is; `config` is None if it cannot be used.
 
-    `is_apart`: a feature has its host here, and Slurm calls no hook.
+    `is_feature_host`: a feature has its host here, and Slurm calls no hook.
     """
 
     places: NodePaths
     clock: Clock
     config: Config | None
-    is_apart: bool
+    is_feature_host: bool
 
 
 class PeerServiceFacts(msgspec.Struct, frozen=True):
@@ -203,9 +204,9 @@ class PeerServiceFacts(msgspec.Struct, frozen=True):
 class ServiceRoute(msgspec.Struct, frozen=True):
     """A path that another node may get; its group `key` is what the session must be for.
 
-    `open` finds the answer: bytes, or a file, which is sent when its turn to upload comes. It
+    `open_reply` finds the answer: bytes, or a file, which is sent when its turn to upload comes. It
     raises FileNotFoundError, NotADirectoryError, records.DamagedRecord where there is none.
     """
 
     path: re.Pattern[str]
-    open: Callable[[PeerServiceFacts, re.Match[str]], bytes | BinaryIO]
+    open_reply: Callable[[PeerServiceFacts, re.Match[str]], bytes | BinaryIO]

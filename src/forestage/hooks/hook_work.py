@@ -201,7 +201,7 @@ def _run_step(
         for show in load_doors(STEP_AFTER_LEASE, features):
             part = show(_make_after_lease_facts(nodes[0], job, limit, refusal))
             _write_feature_lines(hook, part.lines)
-            data, local = [*data, *part.outcomes], (*local, *part.local)
+            data, local = [*data, *part.outcomes], (*local, *part.local_paths)
     for name, value in request_results.list_data_variables(data, local):
         write_companion_line("env", name, value)
     outcomes += data

@@ -72,16 +72,16 @@ def choose_copy_mode(mode: int) -> int:
 # A tree
 
 
-def copy_tree(source: int, still: TimeCheck) -> int:
+def copy_tree(source: int, check_time: TimeCheck) -> int:
     """Copies what lies below the open directory `source` to /; returns the bytes of its files.
 
     Modes and times are kept, owners and hard links are not. Raises Declined, OSError.
     """
     directories: list[tuple[str, os.stat_result]] = []
-    with _CopierThreads(source, still) as copiers:
+    with _CopierThreads(source, check_time) as copiers:
         left = ["."]
         while left:
-            still()
+            check_time()
             path = left.pop()
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             with open_descriptor(path, flags, dir_fd=source) as fd:
@@ -96,7 +96,7 @@ def copy_tree(source: int, still: TimeCheck) -> int:
                         elif entry.is_dir(follow_symlinks=False):
                             left.append(name)
                         elif entry.is_file(follow_symlinks=False):
-                            copiers.copy(name)
+                            copiers.queue_file(name)
                         else:
                             raise CopyInError(
                                 f"{make_printable(name)} is neither a file, directory nor link"
@@ -108,16 +108,18 @@ def copy_tree(source: int, still: TimeCheck) -> int:
 
 
 class _CopierThreads:
-    """Threads that copy files. The first error ends all; it is raised at the end, or in `copy`."""
+    """Threads that copy files. The first error ends all; it is raised at the end, or in `queue_file`."""
 
-    def __init__(self, source: int, still: TimeCheck) -> None:
+    def __init__(self, source: int, check_time: TimeCheck) -> None:
         self.source = source
-        self.still = still
+        self.check_time = check_time
         self.bytes = 0
         self.error: Declined | OSError | None = None
         self.names: queue.Queue[str | None] = queue.Queue(4 * THREADS)
         self.lock = threading.Lock()
-        self.threads = [threading.Thread(target=self._run, daemon=True) for _ in range(THREADS)]
+        self.threads = [
+            threading.Thread(target=self._copy_files, daemon=True) for _ in range(THREADS)
+        ]
 
     def __enter__(self) -> "_CopierThreads":
         for thread in self.threads:
@@ -134,19 +136,19 @@ class _CopierThreads:
         if error is None and self.error:
             raise self.error
 
-    def copy(self, name: str) -> None:
+    def queue_file(self, name: str) -> None:
         if self.error:
             raise self.error
         self.names.put(name)
 
-    def _run(self) -> None:
+    def _copy_files(self) -> None:
         while (name := self.names.get()) is not None:
             if self.error:
                 continue
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             try:
                 with open_descriptor(name, flags, dir_fd=self.source) as fd:
-                    size = copy_file(fd, name, self.still)
+                    size = copy_file(fd, name, self.check_time)
             except (Declined, OSError) as error:
                 self.error = self.error or error
             except MemoryError:
@@ -156,22 +158,22 @@ class _CopierThreads:
                     self.bytes += size
 
 
-def copy_file(source: int, target: str, still: TimeCheck) -> int:
+def copy_file(source: int, target: str, check_time: TimeCheck) -> int:
     """Copies one open regular file; returns its bytes. Raises Declined, OSError."""
     facts = os.fstat(source)
     if not stat.S_ISREG(facts.st_mode):
         raise CopyInError(f"{make_printable(target)} was replaced while it was copied")
     blocks = iter(lambda: os.read(source, BLOCK), b"")
-    size = _write_file(target, choose_copy_mode(facts.st_mode), blocks, still)
+    size = _write_file(target, choose_copy_mode(facts.st_mode), blocks, check_time)
     os.utime(f"/{target}", ns=(facts.st_mtime_ns, facts.st_mtime_ns))
     return size
 
 
-def _write_file(target: str, mode: int, blocks: Iterator[bytes], still: TimeCheck) -> int:
+def _write_file(target: str, mode: int, blocks: Iterator[bytes], check_time: TimeCheck) -> int:
     size = 0
     with open_descriptor(f"/{target}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         for block in blocks:
-            still()
+            check_time()
             size += len(block)
             view = memoryview(block)
             while view:
@@ -198,7 +200,7 @@ def preload_modules() -> None:
     libc.preload_libc()  # for prctl(2) in `confine`, once the node's files are out of reach
 
 
-def unpack_archive(fd: int, packed: str, still: TimeCheck) -> int:
+def unpack_archive(fd: int, packed: str, check_time: TimeCheck) -> int:
     """Unpacks the open tar archive to /; returns the bytes of its files.
 
     Links are made as they are, wherever they lead. It is read to its very end, where its checksum
@@ -227,11 +229,11 @@ def unpack_archive(fd: int, packed: str, still: TimeCheck) -> int:
                 tarfile.open(fileobj=plain, mode="r|", bufsize=BLOCK, tarinfo=Strict)
             )
             while (member := tar.next()) is not None:
-                still()
+                check_time()
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-                size += _unpack_member(tar, member, directories, still)
+                size += _unpack_member(tar, member, directories, check_time)
             while plain.read(BLOCK):
-                still()
+                check_time()
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise CopyInError(f"the archive is damaged, or none: {error}") from None
     except (zlib.error, lzma.LZMAError) as error:
@@ -255,7 +257,7 @@ def _unpack_member(
     tar: tarfile.TarFile,
     member: tarfile.TarInfo,
     directories: dict[str, tarfile.TarInfo],
-    still: TimeCheck,
+    check_time: TimeCheck,
 ) -> int:
     name = path_inside_root(member.name)
     if member.isdir():
@@ -280,7 +282,7 @@ def _unpack_member(
             f"the archive holds {make_printable(name)}, neither a file, directory nor link"
         )
     blocks = iter(lambda: content.read(BLOCK), b"")
-    size = _write_file(name, choose_copy_mode(member.mode & 0o7777), blocks, still)
+    size = _write_file(name, choose_copy_mode(member.mode & 0o7777), blocks, check_time)
     _set_time(name, member.mtime)
     return size
 

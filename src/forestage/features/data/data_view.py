@@ -34,34 +34,34 @@ StepView = tuple[Sequence[LineFields], RequestOutcome]
 
 
 class StagedFile(msgspec.Struct, frozen=True):
-    """What a file's copy came to; `through` is its keeper's socket where it is read through."""
+    """What a file's copy came to; `keeper_socket` is its keeper's socket where it is read through."""
 
     outcome: RequestOutcome
     image: SourceImage | None
-    through: Path | None
+    keeper_socket: Path | None
 
 
 class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a job share in its Prolog, or in one of its steps.
 
-    A step waits for what others bring until `copy`, if at all, for what it brings itself until
-    `fill`; `end` limits all else. `progress` is called during a wait. `stage` has a file copied as
-    an image, within so long; `must_not_be_bound` raises Declined where the job's container binds
-    what a path lies below. `own` is the job's own directory, which only steps see.
+    A step waits for what others bring until `copy_deadline`, if at all, for what it brings itself
+    until `fill_deadline`; `end` limits all else. `progress` is called during a wait. `stage` has a
+    file copied as an image, within so long; `check_not_bound` raises Declined where the job's
+    container binds what a path lies below. `own` is the job's own directory, which only steps see.
     """
 
     node: Node
     job: Job
     noted: JobData
-    copy: Deadline | None
+    copy_deadline: Deadline | None
     end: Deadline
-    fill: Deadline
+    fill_deadline: Deadline
     progress: ProgressCallback
     stage: Callable[[Request, Deadline], StagedFile]
-    must_not_be_bound: Callable[[str], None]
+    check_not_bound: Callable[[str], None]
     own: "JobDirMount | None"
 
-    def looks_end(self) -> Deadline:
+    def scan_deadline(self) -> Deadline:
         """What is left to the step, and enough after a long wait for what came before."""
         left = max(self.end.seconds_left(), opening.HOOK_TIMEOUT)
         return Deadline.after(left, self.node.clock)

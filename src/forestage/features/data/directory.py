@@ -113,7 +113,7 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
 
     Raises Declined, Failed, OSError.
     """
-    node, job, path, until = call.node, call.job, request.path, call.copy
+    node, job, path, until = call.node, call.job, request.path, call.copy_deadline
     noted = data_view.read_job_data(node.leases, job.id, job.user.uid)
     _rescan_if_more_groups(call, noted.restart, path)
     tree = _read_state(node, job, path)
@@ -137,7 +137,7 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
             raise Declined(tree.reason, tree.detail)
         return [], outcome
     digest = entry.identity.tree
-    until_seen = Deadline.after(min(SCAN_TIMEOUT, call.looks_end().seconds_left()), node.clock)
+    until_seen = Deadline.after(min(SCAN_TIMEOUT, call.scan_deadline().seconds_left()), node.clock)
     if tree.seconds > until_seen.seconds_left():  # by now, not when that is over
         shared_scan.announce_no_scan(node, job, noted.restart, path)
         what = f"{tree.files} files, of which a look took {tree.seconds:.0f} s as the job began"
@@ -155,8 +155,8 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
             != digest
         ):
             raise Declined("changed", f"{path} has changed since the job began")
-    _check_job_outside(tree.path, job, call.looks_end())
-    call.must_not_be_bound(tree.path)
+    _check_job_outside(tree.path, job, call.scan_deadline())
+    call.check_not_bound(tree.path)
     copy = node.cache.image_path(tree.key)
     device, file = loop.attach_file(copy, read_only=True), loop.format_file_id(copy.stat())
     line = ("device", device, file, "erofs", "ro", tree.path, str(entry.identity.inode))
@@ -317,7 +317,7 @@ def _scan_and_copy(node: Node, job: Job, path: str, stop: threading.Event) -> Di
         acls = manifest.read_acls(root, found, job.user) if seen.acls is None else seen.acls
         made = erofs.compute_layout(found, acls)
         # Of what an earlier copy has read nobody here knows which files those were.
-        lent = seen.lent and not node.cache.part_dir(key).exists()
+        lent = seen.is_from_peer and not node.cache.part_dir(key).exists()
         opened = directory_source.DirectorySource(
             root, found, made, job.user, max_files, node.clock, looked, lent
         )
@@ -367,7 +367,7 @@ def _check_below_sources(node: Node, root: int, resolved: str) -> None:
 
 def _check_has_bytes(found: DirectoryManifest) -> None:
     """Raises Declined for a directory that is nothing but links: the bytes lie elsewhere."""
-    if not found.bytes:
+    if not found.total_bytes:
         links = sum(bool(file.link) for file in found.files)
         what = f"{found.path} has no bytes" + (f", only {links} links" if links else "")
         raise Declined("empty", what, "name the directory to which the links lead, too")
@@ -376,7 +376,7 @@ def _check_has_bytes(found: DirectoryManifest) -> None:
 def _check_size(node: Node, found: DirectoryManifest) -> None:
     """Raises Declined for what is too large, before anything takes memory by its size."""
     # Each file begins at a block; names and inodes take the rest.
-    size = found.bytes + erofs.BLOCK * len(found.files)
+    size = found.total_bytes + erofs.BLOCK * len(found.files)
     most = node.config.max_image_size
     if most is not None and size > most:
         what = f"{found.path} has {format_size(size)}, more than max_image_size {format_size(most)}"

@@ -52,8 +52,8 @@ class _FilePart(msgspec.Struct, frozen=True):
 class DirectorySource:
     """A directory as the stager's source: its manifest, and where each byte is from.
 
-    To be made while this process has one thread, and closed. `looked` is the wall clock's time
-    before the first look. `lent`: another node has looked.
+    To be made while this process has one thread, and closed. `scanned_at` is the wall clock's time
+    before the first look. `is_from_peer`: another node has looked.
     """
 
     is_read_through: ClassVar[bool] = False
@@ -66,26 +66,26 @@ class DirectorySource:
         user: User,
         max_files: int,
         clock: Clock,
-        looked: float,
-        lent: bool = False,
+        scanned_at: float,
+        is_from_peer: bool = False,
     ) -> None:
         self.root = root
-        self.tree = OpenDirectory(root, found.path, os.fstat(root).st_dev, user)
-        self.found = found
+        self.directory = OpenDirectory(root, found.path, os.fstat(root).st_dev, user)
+        self.manifest = found
         self.user = user
         self.max_files = max_files
         self.clock = clock
-        self.looked = looked
-        self.made = made
-        self.lent = lent
-        self.seen: set[int] = set()  # the files that were read here, by number
+        self.scanned_at = scanned_at
+        self.layout = made
+        self.is_from_peer = is_from_peer
+        self.files_read: set[int] = set()  # the files that were read here, by number
         self.maps: dict[int, ChunkMap] = {}  # by the size of a chunk
-        self.own = threading.local()
-        self.readers = FileReaderPool(self.tree)
+        self.thread_file = threading.local()
+        self.readers = FileReaderPool(self.directory)
 
     @property
     def image(self) -> SourceImage:
-        return make_source_image(self.found, self.made.size)
+        return make_source_image(self.manifest, self.layout.size)
 
     def open(self) -> ReadableSource:
         """Returns it as the engines read it, once a further change must show in its times.
@@ -93,14 +93,14 @@ class DirectorySource:
         What had not changed for long when it was first looked at needs no other look now. Whether
         somebody writes is asked of each file as it is opened; here where that says too little.
         """
-        pause = shared_scan.seconds_to_settle(self.found, self.looked)
+        pause = shared_scan.seconds_to_settle(self.manifest, self.scanned_at)
         if pause:
             self.clock.sleep(pause)
-            self.must_be_unchanged()
-        source.check_no_writer_below(self.root, self.found.path)
-        head = len(self.made.head)
+            self.check_unchanged()
+        source.check_no_writer_below(self.root, self.manifest.path)
+        head = len(self.layout.head)
         return ReadableSource(
-            -1, None, self.made.size, self.found.path, self.read, head, self.map_chunks
+            -1, None, self.layout.size, self.manifest.path, self.read, head, self.map_chunks
         )
 
     def map_chunks(self, chunk: int) -> ChunkMap:
@@ -110,30 +110,30 @@ class DirectorySource:
         the one that was looked at, and nobody writes to it. Raises Declined, SourceUnreadable.
         """
         if chunk not in self.maps:
-            lacking, made = set(self.found.sparse), self.made
+            lacking, made = set(self.manifest.sparse), self.layout
             read = set(range(chunk_count(len(made.head), chunk)))
             asked = []
             for start, number in zip(made.starts, made.numbers, strict=True):
                 if number in lacking:
                     asked.append((start, number))
                 else:
-                    end = start + self.found.files[number].size
+                    end = start + self.manifest.files[number].size
                     read.update(range(start // chunk, chunk_count(end, chunk)))
             all_sets = read, set(read), set[int]()
-            user_threads.map_as_user(self.user, asked, partial(self._add_file, all_sets, chunk))
+            user_threads.map_as_user(self.user, asked, partial(self._map_file, all_sets, chunk))
             self.maps[chunk] = ChunkMap(*all_sets)
         return self.maps[chunk]
 
-    def _add_file(self, all_sets: tuple[set[int], ...], chunk: int, where: tuple[int, int]) -> None:
+    def _map_file(self, all_sets: tuple[set[int], ...], chunk: int, where: tuple[int, int]) -> None:
         """Adds to a map's sets those of a file, which is at this place of the image, and number."""
         start, number = where
-        file = self.found.files[number]
-        name, size = self.tree.name(file), file.size
+        file = self.manifest.files[number]
+        name, size = self.directory.format_path(file), file.size
         try:
             self._open(number)
             try:
-                found = allocation.map_chunks(self.own.fd, size, chunk, start)
-                source.check_no_writer(self.own.fd, name)
+                found = allocation.map_chunks(self.thread_file.fd, size, chunk, start)
+                source.check_no_writer(self.thread_file.fd, name)
             finally:
                 self._close()
         except OSError as error:
@@ -141,28 +141,30 @@ class DirectorySource:
         for numbers, of_file in zip(all_sets, found, strict=True):
             numbers.update(of_file)
 
-    def must_be_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """Looks at all of it once more; where another node does so, at what was read here.
 
         Raises Declined.
         """
-        source.check_no_writer_below(self.root, self.found.path)
-        if self.lent:
+        source.check_no_writer_below(self.root, self.manifest.path)
+        if self.is_from_peer:
             # What was read of an inode is shown by all its names.
-            names = self.found.names
-            read = (name for number in sorted(self.seen) for name in names.get(number, [number]))
-            some = [self.found.files[number] for number in read]
+            names = self.manifest.names_by_inode
+            read = (
+                name for number in sorted(self.files_read) for name in names.get(number, [number])
+            )
+            some = [self.manifest.files[number] for number in read]
             try:
                 if manifest.are_files_unchanged(
-                    self.root, [*manifest.sample_files(self.found), *some], self.user
+                    self.root, [*manifest.sample_files(self.manifest), *some], self.user
                 ):
                     return
             except OSError:
-                raise source.declined_as_changed(self.found.path) from None
-            raise source.declined_as_changed(self.found.path)
-        now = manifest.scan_directory(self.root, self.found.path, self.user, self.max_files)
-        if now.digest != self.found.digest:
-            raise source.declined_as_changed(self.found.path)
+                raise source.declined_as_changed(self.manifest.path) from None
+            raise source.declined_as_changed(self.manifest.path)
+        now = manifest.scan_directory(self.root, self.manifest.path, self.user, self.max_files)
+        if now.digest != self.manifest.digest:
+            raise source.declined_as_changed(self.manifest.path)
 
     def read(self, start: int, want: memoryview) -> None:
         """Fills `want` with what begins at `start`.
@@ -182,23 +184,23 @@ class DirectorySource:
             del small[: len(some)]
 
     def _read_small(self, pieces: Sequence[_FilePart]) -> None:
-        self.seen.update(piece.number for piece in pieces)
+        self.files_read.update(piece.number for piece in pieces)
         asked = [
-            FilePiece(self.found.files[piece.number], piece.offset, len(piece.memory))
+            FilePiece(self.manifest.files[piece.number], piece.offset, len(piece.memory))
             for piece in pieces
         ]
-        self.readers.read(asked, [piece.memory for piece in pieces])
+        self.readers.read_pieces(asked, [piece.memory for piece in pieces])
 
     def _file_pieces(self, start: int, want: memoryview) -> Iterator[_FilePart]:
         """Fills what is in no file, and yields what is to be read of files, in their order."""
-        made, end = self.made, start + len(want)
+        made, end = self.layout, start + len(want)
         head = made.head[start:end]
         want[: len(head)] = head
         at = start + len(head)
-        place = max(0, made.first(at))
+        place = max(0, made.find_file_index(at))
         while at < end:
             begins = made.starts[place] if place < len(made.starts) else made.size
-            size = self.found.files[made.numbers[place]].size if begins < made.size else 0
+            size = self.manifest.files[made.numbers[place]].size if begins < made.size else 0
             if at >= begins + size:  # to the next block's, or the image's, end
                 after = made.starts[place + 1] if place + 1 < len(made.starts) else made.size
                 count = min(end, after) - at
@@ -211,28 +213,30 @@ class DirectorySource:
             at += count
 
     def _read_file(self, number: int, offset: int, want: memoryview) -> None:
-        file = self.found.files[number]
+        file = self.manifest.files[number]
         try:
             with user_threads.with_thread_user(self.user):
-                if getattr(self.own, "number", -1) != number:
+                if getattr(self.thread_file, "number", -1) != number:
                     self._open(number)
-                file_readers.read_file_into(self.tree, file, self.own.fd, offset, want)
+                file_readers.read_file_into(self.directory, file, self.thread_file.fd, offset, want)
         except OSError as error:
-            raise SourceUnreadable(self.tree.name(file), error) from None
+            raise SourceUnreadable(self.directory.format_path(file), error) from None
 
     def _open(self, number: int) -> None:
         """Makes a file this thread's open one. Raises OSError, Declined as `open_unchanged`."""
         self._close()
-        self.own.fd = file_readers.open_unchanged(self.tree, self.found.files[number])
+        self.thread_file.fd = file_readers.open_unchanged(
+            self.directory, self.manifest.files[number]
+        )
         # What lies behind the piece may be another node's to read: no readahead.
-        os.posix_fadvise(self.own.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.own.number = number
-        self.seen.add(number)
+        os.posix_fadvise(self.thread_file.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self.thread_file.number = number
+        self.files_read.add(number)
 
     def _close(self) -> None:
-        if getattr(self.own, "fd", -1) >= 0:
-            os.close(self.own.fd)
-        self.own.fd, self.own.number = -1, -1
+        if getattr(self.thread_file, "fd", -1) >= 0:
+            os.close(self.thread_file.fd)
+        self.thread_file.fd, self.thread_file.number = -1, -1
 
     def close(self) -> None:
         """Ends the processes that read for it."""

@@ -44,7 +44,7 @@ class ErofsLayout(msgspec.Struct, frozen=True):
     starts: tuple[int, ...]
     numbers: tuple[int, ...]
 
-    def first(self, at: int) -> int:
+    def find_file_index(self, at: int) -> int:
         """The place in `starts` of the last file that begins at or before `at`; -1: none does."""
         return bisect_right(self.starts, at) - 1
 

@@ -46,7 +46,7 @@ class OpenDirectory(msgspec.Struct, frozen=True):
     disk: int
     user: User
 
-    def name(self, file: ManifestEntry) -> str:
+    def format_path(self, file: ManifestEntry) -> str:
         """Return a file's path, for messages. Pure."""
         return make_printable(os.path.join(self.path, os.fsdecode(file.path)))
 
@@ -80,8 +80,8 @@ def open_unchanged(tree: OpenDirectory, file: ManifestEntry) -> int:
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         # A file system that a user mounts there for a moment says what inode and times it likes.
         if seen != (tree.disk, file.inode, file.size, file.mtime_ns, file.ctime_ns):
-            raise source.declined_as_changed(tree.name(file))
-        source.check_no_writer(fd, tree.name(file))
+            raise source.declined_as_changed(tree.format_path(file))
+        source.check_no_writer(fd, tree.format_path(file))
         undo.pop_all()
     return fd
 
@@ -94,10 +94,10 @@ def read_file_into(
     while done < len(want):
         count = os.preadv(fd, [want[done:]], offset + done)
         if count == 0:
-            raise SourceTruncated(tree.name(file))
+            raise SourceTruncated(tree.format_path(file))
         done += count
     # A write that has begun before the bytes were read, and has not ended, has the file open.
-    source.check_no_writer(fd, tree.name(file))
+    source.check_no_writer(fd, tree.format_path(file))
     os.posix_fadvise(fd, offset, len(want), os.POSIX_FADV_DONTNEED)
 
 
@@ -106,29 +106,29 @@ class FileReaderPool:
 
     def __init__(self, tree: OpenDirectory) -> None:
         self.tree = tree
-        self.all = [
+        self.processes = [
             _ReaderProcess(tree) for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
         ]
         self._free: queue.SimpleQueue[_ReaderProcess] = queue.SimpleQueue()
-        for one in self.all:
+        for one in self.processes:
             self._free.put(one)
 
-    def read(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> None:
+    def read_pieces(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> None:
         """Fills the memory of each of the pieces; together they are a ROOM at most, and not MANY.
 
         Raises Declined, SourceTruncated, SourceUnreadable, Failed.
         """
         reader = self._free.get()
         try:
-            answer = reader.ask(pieces, want)
+            answer = reader.read_pieces(pieces, want)
         finally:
             self._free.put(reader)
         if answer.problem:
-            raise _make_error(self.tree.name(pieces[answer.number].file), answer)
+            raise _make_error(self.tree.format_path(pieces[answer.number].file), answer)
 
     def close(self) -> None:
         """Ends the processes; none of them reads any more."""
-        for one in self.all:
+        for one in self.processes:
             one.close()
 
 
@@ -141,7 +141,7 @@ class _ReaderProcess:
         life = partial(_run_reader, tree=tree, memory=self.memory)
         self.pid, self.line = forked_child.fork_with_socket(life, lambda *_: None)
 
-    def ask(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
+    def read_pieces(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> ReadResult:
         """Has the process read, and takes what it has read. Raises Failed where it has died."""
         request = msgspec.msgpack.encode(pieces)
         os.pwrite(self.memory, request, MAX_REQUEST_BYTES)
@@ -209,7 +209,7 @@ def _read_into_memory(
             return ReadResult("written" if error.reason == "written" else "changed", number)
         return _READ
 
-    answers = team.each(range(len(pieces)), read)
+    answers = team.map_items(range(len(pieces)), read)
     return next((answer for answer in answers if answer.problem), _READ)
 
 

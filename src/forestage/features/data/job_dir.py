@@ -60,7 +60,7 @@ class JobDirRecord(msgspec.Struct, frozen=True):
     ram: bool = False
     start: int = 0
 
-    def is_as(self, wanted: "JobDirRecord") -> bool:
+    def is_same_run(self, wanted: "JobDirRecord") -> bool:
         """Return whether it is what this run of the job wants. Pure. A start of 0 is any."""
         starts = {self.start, wanted.start}
         return msgspec.structs.replace(self, start=wanted.start) == wanted and (
@@ -79,32 +79,32 @@ class JobDirectory(msgspec.Struct, frozen=True):
         return int(number) if is_number(number) else 0
 
     @property
-    def disk(self) -> Path:
+    def disk_file(self) -> Path:
         return self.directory / "disk"
 
     @property
-    def record(self) -> Path:
+    def record_file(self) -> Path:
         return self.directory / "made.json"
 
-    def lock(self, number: int) -> Path:
+    def lock_file(self, number: int) -> Path:
         """Held while the job's request of this number is put into the directory."""
         return self.directory / f"lock.{number}"
 
-    def put(self, number: int) -> Path:
+    def result_file(self, number: int) -> Path:
         """What came of that, once it is over."""
         return self.directory / f"put.{number}"
 
-    def made(self) -> JobDirRecord | None:
+    def find_record(self) -> JobDirRecord | None:
         """What it is; None where it is not whole."""
         with contextlib.suppress(OSError, records.DamagedRecord):
-            return records.load(self.record, JobDirRecord)
+            return records.load(self.record_file, JobDirRecord)
         return None
 
 
 class JobDirMount(msgspec.Struct, frozen=True):
     """The directory that a step finds, and the line by which the companion mounts it."""
 
-    place: JobDirectory
+    job_directory: JobDirectory
     line: LineFields
 
 
@@ -127,15 +127,15 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
     place = JobDirectory(node.cache.jobs / f"{job.id}.{job.restart}")
     wanted = JobDirRecord(job.user.uid, job.user.gid, size, boot_id(), ram, job.start)
     for earlier in _list_dirs_of_job(node.cache, job.id):
-        made = earlier.made()
-        if earlier != place or made is None or not made.is_as(wanted):
+        made = earlier.find_record()
+        if earlier != place or made is None or not made.is_same_run(wanted):
             _remove_earlier_run(node.cache, earlier, end)
     disk_errors.check_no_doubt(node.places)
     if size < job_disk.SMALLEST:
         least = format_size(job_disk.SMALLEST)
         raise Declined("bad-hint", f"stage-dir= needs {least} at least, got {format_size(size)}")
     most = size if ram else _max_total_bytes(node, size)
-    if place.made() is not None:
+    if place.find_record() is not None:
         return
     job_disk.limit_to_deadline(PATIENCE, end)
     node.cache.jobs.mkdir(mode=0o700, exist_ok=True)
@@ -145,22 +145,22 @@ def _make_unless_present(node: Node, job: Job, size: int, ram: bool, end: Deadli
             lambda: _remove_job_dir(node.cache, place, min(job_disk.END, end.seconds_left()))
         )
         if ram:
-            records.write(place.record, msgspec.json.encode(wanted))
+            records.write(place.record_file, msgspec.json.encode(wanted))
             on_error.pop_all()
             return
         # One after the other: each must see the room that the one before has taken.
         with lock.held(node.cache.locks / "jobs.lock", job_disk.limit_to_deadline(PATIENCE, end)):
             _check_fits(node, size, most)
             _evict_for_job_dir(node, job, size, end)
-            job_disk.reserve_file(place.disk, size)
+            job_disk.reserve_file(place.disk_file, size)
         trace.reach_point("job room")
-        device = job_disk.format_ext4(place.disk, job.user, place.directory, end)
+        device = job_disk.format_ext4(place.disk_file, job.user, place.directory, end)
         over, patience = (
             node.leases.over_mark(job.id),
             job_disk.limit_to_deadline(daemon.START, end),
         )
         job_disk.start_holder(device, place.directory, over, patience)
-        records.write(place.record, msgspec.json.encode(wanted))
+        records.write(place.record_file, msgspec.json.encode(wanted))
         on_error.pop_all()
 
 
@@ -233,7 +233,7 @@ def find_job_dir(node: Node, job: Job) -> JobDirectory | None:
     cache = Cache(Path(lease.cache), node.places.claims) if lease else node.cache
     start = lease.start if lease else 0
     for place in _list_dirs_of_job(cache, job.id):
-        made = place.made()
+        made = place.find_record()
         is_own = made is not None and (made.uid, made.boot) == (job.user.uid, boot)
         if made is not None and is_own and (0 in (made.start, start) or made.start == start):
             return place
@@ -249,7 +249,7 @@ def prepare_mount_for_step(node: Node, job: Job) -> JobDirMount:
     if place is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
     target = os.fspath(node.places.job_dir)
-    made = place.made()
+    made = place.find_record()
     if made is not None and made.ram:
         patience = Deadline.after(daemon.START, node.clock)
         over = node.leases.over_mark(job.id)
@@ -257,8 +257,8 @@ def prepare_mount_for_step(node: Node, job: Job) -> JobDirMount:
             place.directory, over, job.user, made.size, job.manager, patience
         )
         return JobDirMount(place, ("served", os.fspath(name), target, "root"))
-    device = loop.attach_file(place.disk, read_only=False)
-    file = loop.format_file_id(place.disk.stat())
+    device = loop.attach_file(place.disk_file, read_only=False)
+    file = loop.format_file_id(place.disk_file.stat())
     return JobDirMount(place, ("device", device, file, job_disk.KIND, "rw", target, "root"))
 
 
@@ -269,7 +269,9 @@ def open_root(own: JobDirMount) -> int:
     """
     if own.line[0] == "served":
         return job_ram.open_root(Path(own.line[1]))
-    return mounts.open_hidden_mount(own.line[1], job_disk.KIND, os.fspath(own.place.directory))
+    return mounts.open_hidden_mount(
+        own.line[1], job_disk.KIND, os.fspath(own.job_directory.directory)
+    )
 
 
 def remove_job_dirs(cache: Cache, job: int) -> None:
@@ -311,14 +313,16 @@ def remove_leftovers(cache: Cache, leases: LeaseDirectory) -> tuple[str, ...]:
 
 def measure_disk_usage(cache: Cache) -> DiskUsage:
     """What the directories of jobs take of the disk. Raises OSError."""
-    disks = [found for place in _list_job_dirs(cache) if (found := files.lstat_or_none(place.disk))]
+    disks = [
+        found for place in _list_job_dirs(cache) if (found := files.lstat_or_none(place.disk_file))
+    ]
     return DiskUsage(len(disks), sum(disk.st_blocks * 512 for disk in disks))
 
 
 def _count_reserved_by_user(cache: Cache) -> Counter[int]:
     """The bytes of the disk that each user's jobs have reserved, by uid."""
     found: Counter[int] = Counter()
-    for made in filter(None, (place.made() for place in _list_job_dirs(cache))):
+    for made in filter(None, (place.find_record() for place in _list_job_dirs(cache))):
         found[made.uid] += 0 if made.ram else made.size
     return found
 
@@ -337,7 +341,7 @@ class _RemovedJobDir(msgspec.Struct, frozen=True):
     """A directory that no step finds any more: where it is now, what stat(2) says of its disk."""
 
     name: str
-    now: Path | None
+    current_path: Path | None
     disk: os.stat_result | None
 
 
@@ -350,7 +354,7 @@ def _remove_job_dir(cache: Cache, place: JobDirectory, patience: float = job_dis
 
 
 def _move_aside(cache: Cache, place: JobDirectory) -> _RemovedJobDir:
-    facts = files.lstat_or_none(place.disk)
+    facts = files.lstat_or_none(place.disk_file)
     return _RemovedJobDir(place.directory.name, cache.move_to_evicted(place.directory), facts)
 
 
@@ -363,8 +367,8 @@ def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> N
     with contextlib.suppress(Failed, OSError):
         until = Deadline.after(min(job_disk.END, end.seconds_left()), end.clock)
         _release_devices(gone, until.seconds_left())
-        if gone.now is not None:
-            cache.delete_evicted(gone.now)
+        if gone.current_path is not None:
+            cache.delete_evicted(gone.current_path)
         # The kernel lets go of a device, and so of the file's room, once it was last used. Not of
         # one that a task still has mounted: that run may not have ended for all of its processes.
         while gone.disk and job_disk.list_devices(gone.disk) and until.seconds_left():
@@ -373,7 +377,7 @@ def _remove_earlier_run(cache: Cache, earlier: JobDirectory, end: Deadline) -> N
 
 def _release_devices(gone: _RemovedJobDir, patience: float = job_disk.END) -> None:
     """Ends its holder and detaches its device; what a task has mounted goes with the last one."""
-    if gone.now is not None:
-        daemon.stop_daemon(gone.now, patience)
+    if gone.current_path is not None:
+        daemon.stop_daemon(gone.current_path, patience)
     for device in job_disk.list_devices(gone.disk) if gone.disk else ():
         loop.detach_device(device)

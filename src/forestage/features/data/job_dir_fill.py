@@ -71,25 +71,25 @@ class _FillTask(msgspec.Struct, frozen=True):
     step: int
 
     @property
-    def place(self) -> JobDirectory:
-        return self.own.place
+    def job_directory(self) -> JobDirectory:
+        return self.own.job_directory
 
     @property
-    def draft(self) -> str:
+    def draft_name(self) -> str:
         """The name that it has in the job's directory until it is whole."""
         return f".forestage-{self.number}"
 
     @property
-    def aside(self) -> str:
+    def removal_prefix(self) -> str:
         """Begins the names of what is deleted of it."""
-        return f"{self.draft}."
+        return f"{self.draft_name}."
 
 
 class _CopyMethod(msgspec.Struct, frozen=True):
     """What puts something into the draft, and where in it that is then; "" for all of it."""
 
-    work: Callable[[], int]
-    made: str = ""
+    copy: Callable[[], int]
+    result_path: str = ""
 
 
 def is_seed_variable(name: str) -> bool:
@@ -161,10 +161,12 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
     if own is None:
         raise Declined("job-dir", "the job has no directory of its own on this node")
     number = noted.requests.index(request)
-    known = _find_result(own.place, number)
+    known = _find_result(own.job_directory, number)
     found = known
     if found is None:
-        order = _FillTask(own, number, job.user, request.path, name, call.fill, job.manager)
+        order = _FillTask(
+            own, number, job.user, request.path, name, call.fill_deadline, job.manager
+        )
         found = _run_copier(order, lambda: call.progress(partial(_format_progress, order, start)))
     if found.reason:
         raise Declined(found.reason, found.detail)
@@ -197,13 +199,13 @@ def is_filled(own: JobDirMount, noted: JobData, request: Request) -> bool:
 
 
 def _is_filled_whole(own: JobDirMount, number: int) -> bool:
-    known = _find_result(own.place, number)
+    known = _find_result(own.job_directory, number)
     return known is not None and not known.reason
 
 
 def _find_result(place: JobDirectory, number: int) -> FillResult | None:
     with contextlib.suppress(OSError, records.DamagedRecord):
-        return records.load(place.put(number), FillResult)
+        return records.load(place.result_file(number), FillResult)
     return None
 
 
@@ -224,8 +226,10 @@ def _run_copier(order: _FillTask, idle: Callable[[], None]) -> FillResult:
             work, FillResult, order.until.seconds_left() + 2 * LAST, on_idle=idle, tries=1
         )
     except as_user.ChildTimeout as slow:
-        found = _find_result(order.place, order.number) or FillResult(0, slow.reason, str(slow))
-        records.write(order.place.put(order.number), msgspec.json.encode(found))
+        found = _find_result(order.job_directory, order.number) or FillResult(
+            0, slow.reason, str(slow)
+        )
+        records.write(order.job_directory.result_file(order.number), msgspec.json.encode(found))
         raise
     except (
         as_user.ChildKilled,
@@ -236,7 +240,7 @@ def _run_copier(order: _FillTask, idle: Callable[[], None]) -> FillResult:
         raise Declined("not-put", f"{make_printable(order.path)}: its copier was killed") from None
     line.close()
     if not found.again:
-        records.write(order.place.put(order.number), msgspec.json.encode(found))
+        records.write(order.job_directory.result_file(order.number), msgspec.json.encode(found))
     return found
 
 
@@ -246,8 +250,8 @@ def _fill_once(order: _FillTask) -> ChildResult[FillResult]:
         forked_child.join_slurm_cgroups(os.getpid(), order.step)
     try:
         # Held by this process: the hook that waits for it may be killed.
-        with lock.held(order.place.lock(order.number), order.until.seconds_left()):
-            return _find_result(order.place, order.number) or _fill_now(order), []
+        with lock.held(order.job_directory.lock_file(order.number), order.until.seconds_left()):
+            return _find_result(order.job_directory, order.number) or _fill_now(order), []
     except lock.LockTimeout:
         what = "another step copies it, and takes longer than this one may wait"
         return FillResult(0, "deadline", f"{make_printable(order.path)}: {what}", again=True), []
@@ -255,11 +259,11 @@ def _fill_once(order: _FillTask) -> ChildResult[FillResult]:
 
 def _remove_draft(order: _FillTask) -> ChildResult[None]:
     """Removes what a killed process left, if no other step has begun anew."""
-    with lock.held(order.place.lock(order.number), 0):
+    with lock.held(order.job_directory.lock_file(order.number), 0):
         root = job_dir.open_root(order.own)
         as_user.set_effective_user(order.user)
         until = Deadline.after(LAST, order.until.clock)
-        files.remove_tree(root, order.draft, order.aside, partial(_check_time, until))
+        files.remove_tree(root, order.draft_name, order.removal_prefix, partial(_check_time, until))
     return None, []
 
 
@@ -282,7 +286,7 @@ def _fill_now(order: _FillTask) -> FillResult:
         with as_user.with_effective_user(order.user):
             _make_draft(order, root)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            draft = os.open(order.draft, flags, dir_fd=root)
+            draft = os.open(order.draft_name, flags, dir_fd=root)
         copy_in.confine(draft, order.user)
         return _copy_and_rename(order, way, root)
     except Declined as declined:
@@ -294,9 +298,9 @@ def _fill_now(order: _FillTask) -> FillResult:
 def _make_draft(order: _FillTask, root: int) -> None:
     """An empty directory, in place of what a killed process left."""
     for name in os.listdir(root):
-        if name.startswith(order.draft):
-            files.remove_tree(root, name, order.aside)
-    os.mkdir(order.draft, 0o700, dir_fd=root)
+        if name.startswith(order.draft_name):
+            files.remove_tree(root, name, order.removal_prefix)
+    os.mkdir(order.draft_name, 0o700, dir_fd=root)
     if "/" in order.name:
         with contextlib.suppress(FileExistsError):
             os.mkdir("seed", 0o700, dir_fd=root)
@@ -331,11 +335,11 @@ def _unpack_filtered(filtering: run.FilterProcess, still: copy_in.TimeCheck) -> 
 def _copy_and_rename(order: _FillTask, way: _CopyMethod, root: int) -> FillResult:
     """Does the work as the user, below the draft; gives it its name once it is whole."""
     try:
-        size = way.work()
-        ready = order.draft + way.made
+        size = way.copy()
+        ready = order.draft_name + way.result_path
         os.rename(ready, order.name, src_dir_fd=root, dst_dir_fd=root)
-        if way.made:
-            os.rmdir(order.draft, dir_fd=root)
+        if way.result_path:
+            os.rmdir(order.draft_name, dir_fd=root)
         return FillResult(size)
     except Declined as declined:
         found = FillResult(0, declined.reason, f"{make_printable(order.path)}: {declined}")
@@ -344,7 +348,7 @@ def _copy_and_rename(order: _FillTask, way: _CopyMethod, root: int) -> FillResul
     # Where even that takes too long, the rest goes with the job.
     with contextlib.suppress(Declined, OSError):
         until = Deadline.after(LAST, order.until.clock)
-        files.remove_tree(root, order.draft, order.aside, partial(_check_time, until))
+        files.remove_tree(root, order.draft_name, order.removal_prefix, partial(_check_time, until))
     return found
 
 

@@ -118,17 +118,17 @@ def list_devices(facts: os.stat_result) -> list[loop.LoopDevice]:
 class JobEndWatch(msgspec.Struct, frozen=True):
     """The open directories in which a holder sees its job's end, and removes what the job had.
 
-    `leases` has the mark `over`; `jobs` the job's directory `name`, which is `place`.
+    `leases` has the mark `over_name`; `jobs` the job's directory `name`, which is `directory`.
     """
 
     leases: int
-    over: str
+    over_name: str
     jobs: int
     name: str
-    place: int
+    directory: int
 
     @classmethod
-    def open(cls, over: Path, place: Path) -> "JobEndWatch":
+    def open_directories(cls, over: Path, place: Path) -> "JobEndWatch":
         """Open the directories of this mark and of this job's directory. Raises OSError."""
         above = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (over.parent, place.parent)]
         flags = os.O_RDONLY | os.O_DIRECTORY
@@ -136,43 +136,43 @@ class JobEndWatch(msgspec.Struct, frozen=True):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return self.leases, self.jobs, self.place
+        return self.leases, self.jobs, self.directory
 
-    def has_come(self) -> bool:
+    def has_job_ended(self) -> bool:
         """Whether an Epilog without Python has ended the job."""
         try:
-            os.stat(self.over, dir_fd=self.leases, follow_symlinks=False)
+            os.stat(self.over_name, dir_fd=self.leases, follow_symlinks=False)
         except OSError:
             return False
         return True
 
-    def remove(self) -> None:
+    def remove_directory(self) -> None:
         """Delete the job's directory, which holds files alone; the sweep may be faster."""
-        names = os.listdir(self.place)  # noqa: PTH208 - a descriptor
+        names = os.listdir(self.directory)  # noqa: PTH208 - a descriptor
         for name in sorted(names, key=lambda name: name != "made.json"):  # it is not whole first
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self.place)
+                os.unlink(name, dir_fd=self.directory)
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self.jobs)
 
 
-def start_holder(device: str, place: Path, over: Path, patience: float = daemon.START) -> None:
+def start_holder(device: str, directory: Path, over: Path, patience: float = daemon.START) -> None:
     """Starts the process that holds this device's file system; `place` is the job's directory.
 
     `over` is there once the job has ended without an Epilog's work. Waits up to `patience` seconds
     for it.
     """
-    about = f"holder job={place.name}"
+    about = f"holder job={directory.name}"
     daemon.start_daemon(
-        DISK_HOLDER_SPEC, about, partial(_run_holder, device, place, over), patience
+        DISK_HOLDER_SPEC, about, partial(_run_holder, device, directory, over), patience
     ).close()
 
 
-def _run_holder(device: str, place: Path, over: Path, prolog: StartChannel) -> None:
-    end = JobEndWatch.open(over, place)
-    held = daemon.lock_pid_file(end.place)
-    root = mounts.open_hidden_mount(device, KIND, os.fspath(place))
-    disk = os.open(place / "disk", os.O_RDWR)
+def _run_holder(device: str, directory: Path, over: Path, prolog: StartChannel) -> None:
+    end = JobEndWatch.open_directories(over, directory)
+    held = daemon.lock_pid_file(end.directory)
+    root = mounts.open_hidden_mount(device, KIND, os.fspath(directory))
+    disk = os.open(directory / "disk", os.O_RDWR)
     facts = os.fstat(disk)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     prolog.release_hook(held, root, disk, *end.fds)
@@ -180,8 +180,8 @@ def _run_holder(device: str, place: Path, over: Path, prolog: StartChannel) -> N
     while not signal.sigtimedwait({signal.SIGTERM}, LOOK):
         if not os.fstat(held).st_nlink:
             return
-        if end.has_come():
-            end.remove()  # first: no step finds what is cut to nothing
+        if end.has_job_ended():
+            end.remove_directory()  # first: no step finds what is cut to nothing
             loop.detach_device(loop.LoopDevice(device, "", facts.st_dev, facts.st_ino))
             break
     fcntl.ioctl(root, _GOINGDOWN, _NOLOGFLUSH)

@@ -100,7 +100,7 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
 
     It gives clones to those who ask, until the job's directory is deleted, or has to be.
     """
-    end = job_disk.JobEndWatch.open(over, directory)
+    end = job_disk.JobEndWatch.open_directories(over, directory)
     listener = daemon.listen_for_clients(directory / "mount")
     hook.release_hook(*end.fds, listener.fileno())
     mounts.enter_empty_namespace()
@@ -109,14 +109,14 @@ def _run_holder(directory: Path, over: Path, user: User, size: int, hook: StartC
     options = f"size={size},nr_inodes={size // BYTES_PER_FILE},{owner}"
     mounts.mount("forestage", MOUNT, mounts.MS_NOSUID | mounts.MS_NODEV, "tmpfs", options)
     # Last: where it is there, so was the file system. By descriptor: the disk is not in here.
-    held = daemon.lock_pid_file(end.place)
+    held = daemon.lock_pid_file(end.directory)
     hook.send(StartReport("ready"))
     hook.close()
     guests = TaskConnections(
         listener, lambda task, asked: daemon.send_mount_clone(task, asked, MOUNT)
     )
     while os.fstat(held).st_nlink:
-        if end.has_come():
-            end.remove()
+        if end.has_job_ended():
+            end.remove_directory()
             return
         guests.serve_for(LOOK)

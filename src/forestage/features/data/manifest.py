@@ -94,13 +94,13 @@ class DirectoryManifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return hashlib.sha256(LAYOUT_VERSION + msgspec.msgpack.encode(counted)).hexdigest()
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Of all its files; those of an inode once, whatever names it has."""
         again = sum(self.files[number].size for number, _ in self.links)
         return sum(file.size for file in self.files if file.is_file) - again
 
     @property
-    def names(self) -> dict[int, list[int]]:
+    def names_by_inode(self) -> dict[int, list[int]]:
         """The numbers of all names of an inode, by that of the first, where it has several."""
         found: dict[int, list[int]] = {}
         for number, first in self.links:
@@ -168,8 +168,8 @@ def scan_directory(
         found.extend(files)
         return [*more, *(_ScanTask(file.path) for file in files if file.is_dir)]
 
-    UserThreadPool(user).spread([_ScanTask(b"")], look)
-    bound.must_hold_no_refused()
+    UserThreadPool(user).process_with_more([_ScanTask(b"")], look)
+    bound.check_none_refused()
     found.sort(key=lambda file: file.path)
     sparse = tuple(number for number, file in enumerate(found) if file.path in bound.sparse)
     return DirectoryManifest(
@@ -340,7 +340,7 @@ class _ScanLimits:
         self.refusals = 0
         self.lock = threading.Lock()
 
-    def refuse(self, path: bytes, error: Declined) -> None:
+    def add_refused(self, path: bytes, error: Declined) -> None:
         """Note a name for which the tree cannot be copied."""
         with self.lock:
             self.refusals += 1
@@ -348,7 +348,7 @@ class _ScanLimits:
                 :MAX_NAMES_TOLD
             ]
 
-    def must_hold_no_refused(self) -> None:
+    def check_none_refused(self) -> None:
         """Raise Declined for all names that cannot be copied: their user wants to mend them all."""
         if not self.refused:
             return
@@ -363,7 +363,7 @@ class _ScanLimits:
         what = f"{top} holds {self.refusals} names that cannot be copied: {listed}{who}"
         raise Declined(reason, what, "move them away, or name a directory without them")
 
-    def add(self, files: int, size: int) -> None:
+    def add_and_check(self, files: int, size: int) -> None:
         """Raises Declined for what would take too much of root's memory."""
         with self.lock:
             self.files += files
@@ -449,11 +449,11 @@ def _run_scan_task(
                     _inspect_name(fd, os.path.join(directory, name), name, disk, user, bound)
                 )
             except Declined as error:
-                bound.refuse(os.path.join(directory, name), error)
+                bound.add_refused(os.path.join(directory, name), error)
             except OSError as error:
                 below = os.path.join(directory, name)
                 raise _make_error_below(error, bound.path, below, user) from None
-    bound.add(0, sum(len(file.link) for file in files))
+    bound.add_and_check(0, sum(len(file.link) for file in files))
     return files, []
 
 
@@ -478,7 +478,7 @@ def _list_names(fd: int, above: int, bound: _ScanLimits) -> Iterator[tuple[bytes
     with os.scandir(fd) as listed:
         names = (os.fsencode(entry.name) for entry in listed)
         while some := tuple(islice(names, NAMES_PER_TURN)):
-            bound.add(len(some), sum(above + len(name) for name in some))
+            bound.add_and_check(len(some), sum(above + len(name) for name in some))
             yield some
 
 

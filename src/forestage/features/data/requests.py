@@ -338,12 +338,12 @@ def _make_view_context(
         node=node,
         job=job,
         noted=noted,
-        copy=limit.copy,
+        copy_deadline=limit.copy,
         end=limit.end,
-        fill=limit.fill or limit.end,
+        fill_deadline=limit.fill or limit.end,
         progress=limit.on_data_wait,
         stage=stage,
-        must_not_be_bound=ContainerBinds(node.places, job).check_not_below_bind,
+        check_not_bound=ContainerBinds(node.places, job).check_not_below_bind,
         own=own,
     )
 

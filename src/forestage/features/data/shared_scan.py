@@ -84,26 +84,26 @@ class SharedScan(msgspec.Struct, frozen=True):
     job: int
     name: str
     first: str
-    leads: bool
+    is_leader: bool
 
-    def tell(self, look: ScanNotice) -> None:
+    def publish_notice(self, look: ScanNotice) -> None:
         """Has the peer service give this look to other nodes; best effort: they look themselves."""
         with contextlib.suppress(OSError):
             records.write(self._file(), msgspec.json.encode(look))
 
-    def told(self) -> ScanNotice | None:
+    def find_notice(self) -> ScanNotice | None:
         """What this node has told; None where it has not."""
         with contextlib.suppress(OSError, records.DamagedRecord):
             return records.load(self._file(), ScanNotice)
         return None
 
-    def keep(self, found: ScannedFiles) -> None:
+    def save_files(self, found: ScannedFiles) -> None:
         """Keeps all of it, for other nodes and for the samples of later looks. Best effort."""
         data = msgspec.msgpack.encode(found)
         with contextlib.suppress(OSError):
             records.write(self._file(".files"), data)
 
-    def kept(self) -> ScannedFiles | None:
+    def find_files(self) -> ScannedFiles | None:
         """What was kept here; None where nothing was."""
         with contextlib.suppress(OSError, records.DamagedRecord, msgspec.MsgspecError):
             return msgspec.msgpack.decode(records.read_raw(self._file(".files")), type=ScannedFiles)
@@ -195,7 +195,7 @@ def _wait_for_notice(
     pause = FIRST_PAUSE
     with contextlib.suppress(PeerError, msgspec.MsgspecError):
         while until.seconds_left():
-            said = first.ask(stop=lambda: not until.seconds_left())
+            said = first.query(stop=lambda: not until.seconds_left())
             look = msgspec.json.decode(said, type=ScanNotice) if said else None
             if look is not None and look.state != "looking":
                 return look if look.state == "looked" else None
@@ -217,7 +217,7 @@ def _fetch_scan(
     try:
         with _connect_to_first(node, shared) as first:
             look = _wait_for_notice(node, first, until, START_BEGIN_TIMEOUT)
-            said = first.ask(".files") if look else None
+            said = first.query(".files") if look else None
         if look is None or said is None:
             return None
         found = msgspec.msgpack.decode(said, type=ScannedFiles)
@@ -272,14 +272,14 @@ def seconds_to_settle(found: DirectoryManifest, looked: float) -> float:
 
 
 class DirectoryScan(msgspec.Struct, frozen=True):
-    """What a directory holds; `acls` where they are known, `lent` where another node has looked.
+    """What a directory holds; `acls` where they are known, `is_from_peer` where another node has looked.
 
     `seconds` is how long this node looked at it; 0 where another one has looked.
     """
 
     manifest: DirectoryManifest
     acls: dict[bytes, bytes] | None = None
-    lent: bool = False
+    is_from_peer: bool = False
     seconds: float = 0.0
 
 
@@ -287,23 +287,23 @@ def scan_for_job_start(node: Node, job: Job, path: str, root: int, resolved: str
     """Looks at the directory at a job's start, as one node for all. Raises Declined, OSError."""
     shared = find_shared_scan(node, job, job.restart, path, None)
     began = node.clock.wall()
-    if shared is not None and not shared.leads:
+    if shared is not None and not shared.is_leader:
         lent = _fetch_scan(node, job, shared, root, resolved)
         if (
             lent is not None
             and lent.acls is not None
             and not seconds_to_settle(lent.manifest, began)
         ):
-            shared.keep(lent)
-            return DirectoryScan(lent.manifest, lent.acls, lent=True)
-    leads = shared is not None and shared.leads
+            shared.save_files(lent)
+            return DirectoryScan(lent.manifest, lent.acls, is_from_peer=True)
+    leads = shared is not None and shared.is_leader
     with _publish_scan(shared if leads else None) as tell:
         start = node.clock.monotonic()
         found = manifest.scan_directory(root, resolved, job.user, node.config.data.max_files)
         seconds = node.clock.monotonic() - start
         acls = manifest.read_acls(root, found, job.user) if leads else None
         if shared is not None:
-            shared.keep(ScannedFiles(found, acls))
+            shared.save_files(ScannedFiles(found, acls))
         if leads:
             tell.append(make_notice(root, found, job.user, began))
     return DirectoryScan(found, acls, seconds=seconds)
@@ -314,13 +314,13 @@ def _publish_scan(shared: SharedScan | None) -> Iterator[list[ScanNotice]]:
     """Tells other nodes that this one looks, then what it has found: the last in the list."""
     found = [ScanNotice("none")]
     if shared is not None:
-        shared.tell(ScanNotice("looking"))
+        shared.publish_notice(ScanNotice("looking"))
     try:
         yield found
     finally:
         if shared is not None:
             # Of a disk of this node's nobody else can say what is on theirs.
-            shared.tell(found[-1] if found[-1].place else ScanNotice("none"))
+            shared.publish_notice(found[-1] if found[-1].place else ScanNotice("none"))
 
 
 def digest_for_step(
@@ -333,11 +333,11 @@ def digest_for_step(
     """
     step = None if job.step is None else find_shared_scan(node, job, restart, path, job.step)
     start = find_shared_scan(node, job, restart, path, None)
-    if step is not None and start is not None and not step.leads:
+    if step is not None and start is not None and not step.is_leader:
         lent = _fetch_digest(node, job, path, step, start, expected, timeout)
         if lent:
             return lent
-    with _publish_scan(step if step is not None and step.leads else None) as tell:
+    with _publish_scan(step if step is not None and step.is_leader else None) as tell:
         tell.append(_scan_as_step(node, job, path, Deadline.after(timeout, node.clock)))
         return tell[-1].digest
 
@@ -396,8 +396,8 @@ def _scan_now(node: Node, job: Job, path: str, until: Deadline) -> ScanNotice:
 def announce_no_scan(node: Node, job: Job, restart: int, path: str) -> None:
     """Says that this node, if it is a step's first, does not look: the others need not wait."""
     step = find_shared_scan(node, job, restart, path, job.step)
-    if step is not None and step.leads:
-        step.tell(ScanNotice("none"))
+    if step is not None and step.is_leader:
+        step.publish_notice(ScanNotice("none"))
 
 
 def _fetch_digest(
@@ -411,7 +411,7 @@ def _fetch_digest(
 ) -> str:
     """The digest that the step's first node has found; "" where this node has to look itself."""
     until = Deadline.after(timeout / 2, node.clock)  # the rest is for an own look
-    found = start.kept()
+    found = start.find_files()
     if found is None:
         return ""
     try:

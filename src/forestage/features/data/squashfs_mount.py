@@ -49,7 +49,7 @@ class JobMountPoint(msgspec.Struct, frozen=True):
     inode: int
     root: str = ""
 
-    def lines(self, server: str) -> list[LineFields]:
+    def format_lines(self, server: str) -> list[LineFields]:
         """Pure: what the companion does to show there what a server holds."""
         if self.inode:
             return [("served", server, self.path, str(self.inode))]
@@ -80,31 +80,31 @@ def show_in_step(call: ViewContext, request: Request) -> StepView:
 
     Raises Declined, Failed, OSError.
     """
-    node, job, end = call.node, call.job, call.looks_end()
+    node, job, end = call.node, call.job, call.scan_deadline()
     place = _resolve_mount_point(node, job, request.at, end)
     try:
-        call.must_not_be_bound(place.path)
+        call.check_not_bound(place.path)
     except Declined as why:  # of an image nobody needs to hear it, as its path shows the same bytes
         raise Declined("no-mount", f"{place.path}: {why}") from None
     staged = call.stage(request, end)
     found = staged.image
     is_here = found is not None and staged.outcome.result in WHOLE_RESULTS
     with squashfs_server.SquashfsSource() as content:
-        if found is not None and staged.through is not None:
-            content.through = staged.through
+        if found is not None and staged.keeper_socket is not None:
+            content.keeper_socket = staged.keeper_socket
         elif found is not None and is_here:
-            content.entry = node.cache.image_path(found.key)
+            content.entry_path = node.cache.image_path(found.key)
         else:
-            found, content.line = _open_as_user(node, job, request.path, end)
+            found, content.descriptor_socket = _open_as_user(node, job, request.path, end)
         name = squashfs_server.start_server(
             node.places.served_sockets, job, found.identity.inode, content
         )
     outcome = msgspec.structs.replace(
         staged.outcome,
         request=make_printable(f"{request.path}@{request.at}"),
-        redirect="none" if content.line else "spank",
+        redirect="none" if content.descriptor_socket else "spank",
     )
-    return place.lines(str(name)), outcome
+    return place.format_lines(str(name)), outcome
 
 
 def _open_as_user(

@@ -63,16 +63,16 @@ class SquashfsSource:
     """
 
     def __init__(self) -> None:
-        self.entry: Path | None = None
-        self.through: Path | None = None
-        self.line: socket.socket | None = None
+        self.entry_path: Path | None = None
+        self.keeper_socket: Path | None = None
+        self.descriptor_socket: socket.socket | None = None
 
     def __enter__(self) -> "SquashfsSource":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.line is not None:
-            self.line.close()
+        if self.descriptor_socket is not None:
+            self.descriptor_socket.close()
 
 
 def start_server(folder: Path, job: Job, inode: int, content: SquashfsSource) -> Path:
@@ -86,11 +86,17 @@ def start_server(folder: Path, job: Job, inode: int, content: SquashfsSource) ->
 
     def work(hook: StartChannel) -> None:
         """The whole life of the process."""
-        hook.release_hook(*((content.line.fileno(),) if content.line is not None else ()))
+        hook.release_hook(
+            *(
+                (content.descriptor_socket.fileno(),)
+                if content.descriptor_socket is not None
+                else ()
+            )
+        )
         served = folder / f"{name}{os.getpid()}"
         held = Path(f"{served}.lock")
         with lock.held(held, PROBED):
-            _SquashfsServer(served, job, program, content).run(hook)
+            _SquashfsServer(served, job, program, content).serve_until_end(hook)
             held.unlink(missing_ok=True)
 
     about = f"mounted job={job.id} step={job.step}"
@@ -166,43 +172,43 @@ class _SquashfsServer:
     def __init__(self, name: Path, job: Job, program: str, content: SquashfsSource) -> None:
         self.name, self.job, self.program = name, job, program
         self.server: Program | None = None
-        self.ended = -1  # its end
-        self.words_of, self.words = -1, b""  # the last ones of the program
+        self.exit_fd = -1  # its end
+        self.stderr_fd, self.last_stderr = -1, b""  # the last ones of the program
         self.refusal = ""  # why there is no mount
         self.manager = os.pidfd_open(job.manager)
-        self._hide(content)
-        self.guests = TaskConnections(daemon.listen_for_clients(name), self._answer)
+        self._mount_hidden(content)
+        self.clients = TaskConnections(daemon.listen_for_clients(name), self._send_clone)
 
-    def _hide(self, content: SquashfsSource) -> None:
+    def _mount_hidden(self, content: SquashfsSource) -> None:
         """Makes the mount where nobody looks."""
         proc = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
         self.host = _open_namespace(proc)
-        self.line = os.open(fuse.DEVICE, os.O_RDWR)
+        self.fuse_fd = os.open(fuse.DEVICE, os.O_RDWR)
         clone = _open_clone(content)
         mounts.enter_empty_namespace()
         try:
             self.image = _open_image(clone, content)
-            _mount_fuse(self.line, self.job)
+            _mount_fuse(self.fuse_fd, self.job)
             self.hidden = _open_namespace(proc)
         finally:
             mounts.enter_namespace(*self.host)
         os.close(proc)
 
-    def run(self, hook: StartChannel) -> None:
+    def serve_until_end(self, hook: StartChannel) -> None:
         """Serves until the step's manager or the program has ended; says `ready` at once."""
         hook.send(StartReport("ready"))
         hook.close()
         ready: set[int] = set()
         try:
-            while not ready & {self.manager, self.ended}:
-                ready = self.guests.serve_for(None, self.manager, self.ended, self.words_of)
-                if self.words_of in ready:
-                    self._listen(0)
+            while not ready & {self.manager, self.exit_fd}:
+                ready = self.clients.serve_for(None, self.manager, self.exit_fd, self.stderr_fd)
+                if self.stderr_fd in ready:
+                    self._read_stderr(0)
         finally:
             self._end()
 
-    def _answer(self, task: socket.socket, asked: bytes) -> None:
-        if not self._serves():
+    def _send_clone(self, task: socket.socket, asked: bytes) -> None:
+        if not self._ensure_serving():
             with contextlib.suppress(OSError):  # the task is gone
                 task.send(f"no {self.refusal}".encode()[: daemon.LONGEST_WORDS])
             return
@@ -212,46 +218,46 @@ class _SquashfsServer:
         finally:
             mounts.enter_namespace(*self.host)
 
-    def _serves(self) -> bool:
+    def _ensure_serving(self) -> bool:
         """Whether the program serves; the first task that asks has it started."""
         if self.server is None and not self.refusal:
             try:
-                self._start()
-                self._must_answer()
+                self._start_program()
+                self._check_answers()
             except (ForestageError, OSError) as error:
                 self.refusal = make_printable(str(error))
-                self._say(self.refusal)
+                self._log_failure(self.refusal)
                 if self.server is not None:  # further tasks hear why it is not there
                     self.server.kill()
                     os.close(self.ended)
                     self.ended = -1
         return not self.refusal
 
-    def _start(self) -> None:
+    def _start_program(self) -> None:
         user = self.job.user
-        self.words_of, theirs = os.pipe()
+        self.stderr_fd, theirs = os.pipe()
         # Files are never somebody else's, or root's: set-user-ID programs believe those. libfuse
         # takes a descriptor of /dev/fuse for a mount point.
         owner = f"uid={user.uid},gid={user.gid}"
-        argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.line}")
+        argv = (self.program, "-f", "-o", owner, f"/dev/fd/{self.image}", f"/dev/fd/{self.fuse_fd}")
         enter = partial(forked_child.enter_task_cgroups, self.job.manager)
         try:
-            self.server = run.start_as_user(user, argv, (self.image, self.line), theirs, enter)
+            self.server = run.start_as_user(user, argv, (self.image, self.fuse_fd), theirs, enter)
         finally:
             # The program alone has them: when it dies, its readers get an error and do not wait.
-            for fd in (self.image, self.line, theirs):
+            for fd in (self.image, self.fuse_fd, theirs):
                 os.close(fd)
-        self.ended = os.pidfd_open(self.server.pid)
+        self.exit_fd = os.pidfd_open(self.server.pid)
 
-    def _must_answer(self) -> None:
+    def _check_answers(self) -> None:
         """Raises Declined."""
-        if not self._answers():
-            while self._listen(SAID):
+        if not self._is_answering():
+            while self._read_stderr(SAID):
                 pass
-            said = self.words.decode(errors="replace").strip().splitlines()[-1:]
+            said = self.last_stderr.decode(errors="replace").strip().splitlines()[-1:]
             raise Declined("no-mount", said[0] if said else "its server does not answer")
 
-    def _answers(self) -> bool:
+    def _is_answering(self) -> bool:
         """Whether the mount can be looked at. In a child: whoever looks waits for the server."""
 
         def look() -> as_user.ChildResult[None]:
@@ -265,15 +271,15 @@ class _SquashfsServer:
             return False
         return True
 
-    def _listen(self, seconds: float) -> bool:
+    def _read_stderr(self, seconds: float) -> bool:
         """Takes what it says on stderr; False after so long, or where it will say no more."""
-        if self.words_of < 0 or not select.select([self.words_of], [], [], seconds)[0]:
+        if self.stderr_fd < 0 or not select.select([self.stderr_fd], [], [], seconds)[0]:
             return False
-        data = os.read(self.words_of, 4096)
-        self.words = (self.words + data)[-WORDS:]
+        data = os.read(self.stderr_fd, 4096)
+        self.last_stderr = (self.last_stderr + data)[-WORDS:]
         if not data:
-            os.close(self.words_of)
-            self.words_of = -1
+            os.close(self.stderr_fd)
+            self.stderr_fd = -1
         return bool(data)
 
     def _end(self) -> None:
@@ -282,19 +288,19 @@ class _SquashfsServer:
         Returns when nothing of that lives, which takes as long as the kernel keeps one of them.
         """
         self.name.unlink(missing_ok=True)
-        self.guests.close()
+        self.clients.close()
         for fd in self.hidden:
             os.close(fd)
         if self.server is None:
             return
-        died = not self.refusal and select.select([self.ended], [], [], 0)[0]
+        died = not self.refusal and select.select([self.exit_fd], [], [], 0)[0]
         # Without such a task it is Slurm that ends the step.
         if died and forked_child.has_child_owned_by(self.job.manager, self.job.user.uid):
-            self._say(f"its squashfuse ended: {self.server.wait()}")
+            self._log_failure(f"its squashfuse ended: {self.server.wait()}")
         self.server.kill()
         self.server.wait()
 
-    def _say(self, what: str) -> None:
+    def _log_failure(self, what: str) -> None:
         about = f"job={self.job.id} step={self.job.step}"
         log.write_log_line(f"mounted {about} result=failed detail={what!r}", by_slurm=True)
 
@@ -309,18 +315,18 @@ def _open_namespace(proc: int) -> tuple[int, int]:
 
 def _open_clone(content: SquashfsSource) -> int | None:
     """A detached mount of the file, for what root alone may reach."""
-    if content.entry is not None:
-        return mounts.clone_mount(os.fspath(content.entry))
-    if content.through is None:
+    if content.entry_path is not None:
+        return mounts.clone_mount(os.fspath(content.entry_path))
+    if content.keeper_socket is None:
         return None
-    return daemon.fetch_mount_clone(content.through, "no-mount")
+    return daemon.fetch_mount_clone(content.keeper_socket, "no-mount")
 
 
 def _open_image(clone: int | None, content: SquashfsSource) -> int:
     """A descriptor of the file that can be opened for reading only, by whom its mode lets."""
     if clone is None:
-        assert content.line is not None
-        return as_user.receive_descriptors(content.line)[0]
+        assert content.descriptor_socket is not None
+        return as_user.receive_descriptors(content.descriptor_socket)[0]
     os.close(os.open(IMAGE, os.O_CREAT | os.O_WRONLY, 0o600))
     target = os.open(IMAGE, os.O_PATH)
     mounts.attach_mount(clone, target)

@@ -22,7 +22,7 @@ def in_each_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
         return {
             "job_dirs": release.release_ended_jobs_data(node.cache, node.leases, node.clock.wall())
         }
-    left = job_dir.list_leftovers(node.cache, facts.staying)
+    left = job_dir.list_leftovers(node.cache, facts.jobs_with_lease)
     return {"job_dirs": tuple(one.directory.name for one in left)}
 
 

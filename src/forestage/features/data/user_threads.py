@@ -66,7 +66,7 @@ class UserThreadPool:
         self.user = user
         self.threads = 1
 
-    def each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+    def map_items(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
         """Does `work` on each of the items; in their order. Raises their first error."""
         results: dict[int, T] = {}
 
@@ -77,18 +77,18 @@ class UserThreadPool:
 
         # Few files are a sample, whose looks are to take a few round trips.
         step = AT_ONCE if len(items) > AT_ONCE * MOST else 1
-        self.spread(
+        self.process_with_more(
             (range(at, at + step)[: len(items) - at] for at in range(0, len(items), step)), do
         )
         return [results[number] for number in range(len(items))]
 
-    def spread(self, first: Iterable[T], work: Callable[[T], list[T]]) -> None:
+    def process_with_more(self, first: Iterable[T], work: Callable[[T], list[T]]) -> None:
         """Does `work` on items, and on those that it returns. Raises their first error."""
         _PoolRun(self, first, work).run()
 
 
 class _PoolRun(Generic[T]):
-    """One run of a team: what its threads share, under `turn`."""
+    """One run of a team: what its threads share, under `condition`."""
 
     def __init__(
         self, team: UserThreadPool, first: Iterable[T], work: Callable[[T], list[T]]
@@ -96,14 +96,14 @@ class _PoolRun(Generic[T]):
         self.team = team
         self.work = work
         self.todo = deque(first)
-        self.turn = threading.Condition()
+        self.condition = threading.Condition()
         self.busy, self.over = 0, False
         self.errors: list[Exception] = []
         self.started: list[threading.Thread] = []
         self.since = _CpuStopwatch()
 
     def run(self) -> None:
-        with self.turn:
+        with self.condition:
             self._start(min(self.team.threads, len(self.todo)))
         for thread in self.started:  # it grows meanwhile, by threads that are not over
             thread.join()
@@ -114,7 +114,7 @@ class _PoolRun(Generic[T]):
 
     def _start(self, wanted: int) -> None:
         while len(self.started) < wanted:
-            thread = threading.Thread(target=self._go, name=f"user-{wanted}")
+            thread = threading.Thread(target=self._run_thread, name=f"user-{wanted}")
             try:
                 thread.start()
             except RuntimeError:  # of a cgroup that may have no more: those that run go on
@@ -123,33 +123,33 @@ class _PoolRun(Generic[T]):
                 return
             self.started.append(thread)
 
-    def _go(self) -> None:
+    def _run_thread(self) -> None:
         try:
             set_thread_user(self.team.user)
-            while (item := self._take()) is not None:
+            while (item := self._pop_item()) is not None:
                 waits = _count_waits()
                 more = self.work(item)
-                self._add(more, _count_waits() - waits)
+                self._finish_item(more, _count_waits() - waits)
         except (OSError, Declined) as error:
             self.errors.append(error)
         finally:
-            with self.turn:
+            with self.condition:
                 self.over = True  # all is done, or something has failed
-                self.turn.notify_all()
+                self.condition.notify_all()
 
-    def _take(self) -> T | None:
+    def _pop_item(self) -> T | None:
         """Takes an item off the list, once there is one; None where all is done."""
-        with self.turn:
+        with self.condition:
             while not self.todo and self.busy and not self.over:
-                self.turn.wait()
+                self.condition.wait()
             if self.over or not self.todo:
                 return None
             self.busy += 1
             return self.todo.popleft()
 
-    def _add(self, more: list[T], waits: int) -> None:
+    def _finish_item(self, more: list[T], waits: int) -> None:
         """Notes that an item is done, what it has brought, and how often its thread waited."""
-        with self.turn:
+        with self.condition:
             self.busy -= 1
             self.todo.extend(more)
             # A thread that lost its processor to another process has not waited: no other helps.
@@ -159,7 +159,7 @@ class _PoolRun(Generic[T]):
                 self.since = _CpuStopwatch()
             self._start(min(self.team.threads, self.busy + len(self.todo)))
             # Not all of them: those that find nothing would only wake, and sleep again.
-            self.turn.notify(len(more))
+            self.condition.notify(len(more))
 
 
 class _CpuStopwatch:
@@ -178,4 +178,4 @@ def _count_waits() -> int:
 
 def map_as_user(user: User, items: Iterable[Item], work: Callable[[Item], T]) -> list[T]:
     """Does `work` on each of the items, in threads that have the user's ids; in their order."""
-    return UserThreadPool(user).each(list(items), work)
+    return UserThreadPool(user).map_items(list(items), work)

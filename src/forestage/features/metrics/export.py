@@ -198,12 +198,12 @@ class _MetricsCollector(Collector):
         self.facts = facts
 
     def collect(self) -> Iterator[Metric]:
-        own = {one.name.removeprefix(PREFIX): one for one in self._own()}
+        own = {one.name.removeprefix(PREFIX): one for one in self._list_own_metrics()}
         families = (family for part in self.facts.parts for family in part.families)
         added = [(one.after, {one.name: _make_family(one)}) for one in families]
         yield from insert_after(own, added).values()
 
-    def _own(self) -> Iterator[Metric]:
+    def _list_own_metrics(self) -> Iterator[Metric]:
         yield from list_state_metrics(self.facts)
         if self.facts.status is not None:
             yield from list_cache_metrics(self.facts.status)

@@ -17,5 +17,5 @@ def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     Then the metrics say so.
     """
     config = facts.config
-    if config is None or (not facts.is_apart and config.metrics.textfile is not None):
+    if config is None or (not facts.is_feature_host and config.metrics.textfile is not None):
         yield TendPart("metrics", ("metrics", "--quiet"), 10.0)

@@ -43,7 +43,7 @@ def find_peer_client(
     nodelist: str,
     key: str,
     places: "NodePaths | None" = None,
-    ahead: bool = False,
+    is_speculative: bool = False,
     chunks: int | None = None,
 ) -> "PeerClient | None":
     """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
@@ -58,4 +58,6 @@ def find_peer_client(
         return None
     from forestage.features.peers import client
 
-    return client.find_client_of_nodes(config, node_name, nodelist, key, places, ahead, chunks)
+    return client.find_client_of_nodes(
+        config, node_name, nodelist, key, places, is_speculative, chunks
+    )

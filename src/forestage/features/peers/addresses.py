@@ -25,7 +25,7 @@ NO_ADDRESSES: Mapping[str, str] = {}
 class AddressFinder(Protocol):
     """What knows where other nodes find a node: `NodeAddresses`, or the site's pattern alone."""
 
-    def of(self, node: str) -> ServiceAddress: ...
+    def node_address(self, node: str) -> ServiceAddress: ...
 
 
 class NodeAddresses:
@@ -35,7 +35,7 @@ class NodeAddresses:
         self._peering = peering
         self._listed = listed
 
-    def of(self, node: str) -> ServiceAddress:
+    def node_address(self, node: str) -> ServiceAddress:
         """Return where the other nodes find `node`."""
         named = self._peering.node_address(node)
         listed = self._listed.get(node, "")

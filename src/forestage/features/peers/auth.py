@@ -68,9 +68,9 @@ class SessionReply(msgspec.Struct, frozen=True):
 class Authenticator(Protocol):
     """A way to make credentials and to read them. Both raise Refused and ForestageErrors."""
 
-    def offer(self, key: str) -> Credential: ...
+    def make_credential(self, key: str) -> Credential: ...
 
-    def read(self, text: str) -> VerifiedClaim: ...
+    def read_credential(self, text: str) -> VerifiedClaim: ...
 
 
 class _MungePayload(msgspec.Struct, frozen=True):
@@ -102,16 +102,16 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
 
     socket: str = ""
 
-    def offer(self, key: str) -> Credential:
+    def make_credential(self, key: str) -> Credential:
         secret = secrets.token_bytes(SECRET_BYTES)
         said = msgspec.json.encode(_MungePayload(PROTOCOL, key, secret.hex()))
-        ran = self._run(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
+        ran = self._run_munge(said, "munge", "--restrict-uid=0", f"--ttl={CREDENTIAL_SECONDS}")
         if ran.code:
             raise PeerError(ran.format_ending(), "is munged running?")
         return Credential(ran.out.strip(), secret)
 
-    def read(self, text: str) -> VerifiedClaim:
-        uid, payload = self._decoded(text)
+    def read_credential(self, text: str) -> VerifiedClaim:
+        uid, payload = self._decode(text)
         if uid != 0:
             raise BadCredential(f"made by uid {uid}, expected root")
         try:
@@ -123,9 +123,9 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
             raise BadCredential("of another protocol")
         return VerifiedClaim(said.key, secret)
 
-    def _decoded(self, text: str) -> tuple[int, str]:
+    def _decode(self, text: str) -> tuple[int, str]:
         """Who made a credential, and what is in it."""
-        ran = self._run(text.encode(), "unmunge", "--numeric", "--keys=UID")
+        ran = self._run_munge(text.encode(), "unmunge", "--numeric", "--keys=UID")
         if ran.code:
             raise BadCredential(ran.format_ending())
         facts, _, payload = ran.out.partition("\n\n")
@@ -134,7 +134,7 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
             raise BadCredential("made by nobody knows whom")
         return int(uid), payload
 
-    def _run(self, said: bytes, *argv: str) -> run.ProcessResult:
+    def _run_munge(self, said: bytes, *argv: str) -> run.ProcessResult:
         where = [f"--socket={self.socket}"] if self.socket else []
         # A file without a name: what is secret is no argument, and run.py has no stdin.
         fd = os.memfd_create("credential", os.MFD_CLOEXEC)
@@ -149,14 +149,15 @@ class MungeAuthenticator(msgspec.Struct, frozen=True):
 class KeyFileAuthenticator(msgspec.Struct, frozen=True):
     """A secret that all nodes share. The secret of a session is derived from it and never sent.
 
-    `others` are read as well, and make no credential: a site replaces its key node by node.
+    `also_accepted_keys` are read as well, and make no credential: a site replaces its key node by
+    node.
     """
 
-    shared: bytes
-    others: tuple[bytes, ...] = ()
+    shared_key: bytes
+    also_accepted_keys: tuple[bytes, ...] = ()
 
     @classmethod
-    def load(cls, path: Path) -> "KeyFileAuthenticator":
+    def from_file(cls, path: Path) -> "KeyFileAuthenticator":
         """Raises PeerError unless it is root's own, of some length, and nobody else can read it."""
         with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             facts = os.fstat(fd)
@@ -170,20 +171,27 @@ class KeyFileAuthenticator(msgspec.Struct, frozen=True):
             )
         return cls(shared)
 
-    def offer(self, key: str) -> Credential:
+    def make_credential(self, key: str) -> Credential:
         made, nonce = round(time.time() * 1000), secrets.token_hex(SECRET_BYTES)
-        mac = _compute_protocol_mac(self.shared, "session", key, str(made), nonce).hex()
+        mac = _compute_protocol_mac(self.shared_key, "session", key, str(made), nonce).hex()
         text = msgspec.json.encode(_SignedCredential(PROTOCOL, key, made, nonce, mac)).decode()
-        return Credential(text, _compute_protocol_mac(self.shared, "secret", key, str(made), nonce))
+        return Credential(
+            text, _compute_protocol_mac(self.shared_key, "secret", key, str(made), nonce)
+        )
 
-    def read(self, text: str) -> VerifiedClaim:
+    def read_credential(self, text: str) -> VerifiedClaim:
         try:
             said = msgspec.json.decode(text, type=_SignedCredential)
         except msgspec.MsgspecError as error:
             raise BadCredential(f"not of this kind: {error}") from None
         about = said.key, str(said.made), said.nonce
         shared = next(
-            (one for one in (self.shared, *self.others) if _is_signed_with(one, said)), None
+            (
+                one
+                for one in (self.shared_key, *self.also_accepted_keys)
+                if _is_signed_with(one, said)
+            ),
+            None,
         )
         if said.protocol != PROTOCOL or shared is None:
             raise BadCredential("made with another key")
@@ -203,13 +211,13 @@ class SlurmKeyAuthenticator(msgspec.Struct, frozen=True):
 
     file: Path
 
-    def offer(self, key: str) -> Credential:
-        return self._derived().offer(key)
+    def make_credential(self, key: str) -> Credential:
+        return self._derive_authenticator().make_credential(key)
 
-    def read(self, text: str) -> VerifiedClaim:
-        return self._derived().read(text)
+    def read_credential(self, text: str) -> VerifiedClaim:
+        return self._derive_authenticator().read_credential(text)
 
-    def _derived(self) -> KeyFileAuthenticator:
+    def _derive_authenticator(self) -> KeyFileAuthenticator:
         """Raises PeerError where the file cannot be used."""
         try:
             keys = auth_key.load_keys(self.file, time.time())
@@ -226,7 +234,7 @@ def make_authenticator(key_file: str | None, places: NodePaths) -> Authenticator
     Raises PeerError, OSError; NoCredential where there is none.
     """
     if key_file is not None:
-        return KeyFileAuthenticator.load(Path(key_file))
+        return KeyFileAuthenticator.from_file(Path(key_file))
     if places.munge:
         return MungeAuthenticator(places.munge)
     kind = auth_key.read_auth_type(places.slurm_conf, places.root)
@@ -247,10 +255,10 @@ def derive_key(key: bytes, info: bytes = HKDF_PURPOSE) -> bytes:
     return hmac.digest(extracted, info + b"\1", hashlib.sha256)
 
 
-def check_authenticator(prover: Authenticator) -> None:
+def check_authenticator(authenticator: Authenticator) -> None:
     """Reads a credential of its own: what fails here fails with every peer. Raises PeerError."""
     try:
-        prover.read(prover.offer("").text)
+        authenticator.read_credential(authenticator.make_credential("").text)
     except BadCredential as refused:
         raise PeerError(str(refused), "run it as root, and see munged") from None
 

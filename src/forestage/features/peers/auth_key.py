@@ -45,22 +45,22 @@ class _JwksFile(msgspec.Struct, frozen=True):
     keys: tuple[_JwksKey, ...]
 
 
-def read_auth_type(named: str, root: Path = Path("/")) -> AuthType:
+def read_auth_type(slurm_conf_path: str, root: Path = Path("/")) -> AuthType:
     """Return how Slurm's daemons know each other; `named` is $SLURM_CONF or "".
 
     A slurm.conf that is not there or cannot be read says nothing: munge is Slurm's default.
     """
     value = "auth/munge"
-    if path := locate_conf(named, root):
+    if path := locate_conf(slurm_conf_path, root):
         with contextlib.suppress(OSError, ValueError):
             value = SlurmConf(path).values.get("authtype", value)
     kind = value.removeprefix("auth/")
     return "munge" if kind == "munge" else "slurm" if kind == "slurm" else "other"
 
 
-def find_key_file(named: str, root: Path = Path("/")) -> Path | None:
+def find_key_file(slurm_conf_path: str, root: Path = Path("/")) -> Path | None:
     """Return the file of this node's keys, or None. `named` as in `read_auth_type`."""
-    conf = locate_conf(named, root)
+    conf = locate_conf(slurm_conf_path, root)
     folders = [Path(conf).parent] if conf else []
     if not conf or any(copy in conf for copy in _COPIES):
         folders += [root / Path(usual).parent.relative_to("/") for usual in USUAL_CONF]

@@ -178,7 +178,7 @@ def _sample_names(names: list[str]) -> list[str]:
 
 def _find_unresolved_names(names: list[str], known: NodeAddresses) -> Iterator[CheckFinding]:
     """Whether this node's name service knows the names by which other nodes are asked."""
-    works = [functools.partial(_has_address, known.of(name)) for name in names]
+    works = [functools.partial(_has_address, known.node_address(name)) for name in names]
     found = as_user.run_each_in_child(works, bool, HANGS, 2 * HANGS, MAX_SAMPLED_NAMES)
     bad = [name for name, known in zip(names, found, strict=True) if not known]
     if bad:

@@ -33,11 +33,11 @@ class ChunkReaders(msgspec.Struct, frozen=True):
     outside: HexChunkSet = "0"
     compared: bool = False
 
-    def reader(self, number: int) -> str:
+    def find_reader(self, number: int) -> str:
         """Who read the chunk; "" where it did not come from a peer."""
         return next((who for who, its in self.by.items() if int(its, 16) >> number & 1), "")
 
-    def may_leave(self, here: int, is_whole: bool) -> int:
+    def chunks_for_other_jobs(self, here: int, is_whole: bool) -> int:
         """Pure: which of the chunks that are in may go to nodes of other jobs."""
         if is_whole:
             return here if self.compared else here & ~int(self.outside, 16)
@@ -72,25 +72,25 @@ class ChunkReaderRecorder:
         before = find_chunk_readers(directory) or ChunkReaders({me: f"{make_chunk_set(here):x}"})
         self._by = {who: int(its, 16) for who, its in before.by.items()}
         self._outside = int(before.outside, 16)
-        self.write()
+        self.write_file()
 
-    def note(self, number: int, reader: str = "", outside: bool = False) -> None:
+    def record_chunk(self, number: int, reader: str = "", outside: bool = False) -> None:
         """A chunk is in; without a reader this node read it itself."""
-        self.strike((number,))
+        self.remove_chunks((number,))
         self._by[reader or self._me] = self._by.get(reader or self._me, 0) | 1 << number
         self._outside |= outside << number
 
-    def of(self, reader: str) -> list[int]:
+    def chunks_read_by(self, reader: str) -> list[int]:
         """The chunks that this node read, by what their givers say."""
         return list_chunk_numbers(self._by.get(reader, 0)) if reader != self._me else []
 
-    def strike(self, numbers: Iterable[int]) -> None:
+    def remove_chunks(self, numbers: Iterable[int]) -> None:
         """These chunks are not in any more."""
         gone = make_chunk_set(numbers)
         self._by = {who: its & ~gone for who, its in self._by.items()}
         self._outside &= ~gone
 
-    def write(self, compared: bool = False) -> None:
+    def write_file(self, compared: bool = False) -> None:
         """Half a file counts as none: it is no matter when it is read meanwhile."""
         by = {who: f"{its:x}" for who, its in self._by.items() if its}
         data = msgspec.json.encode(ChunkReaders(by, f"{self._outside:x}", compared))

@@ -47,18 +47,22 @@ class ResponseDeadline:
     """
 
     def __init__(
-        self, wait: float, until: float, stop: Callable[[], bool], late: FailureReason = "slow"
+        self,
+        wait: float,
+        until: float,
+        stop: Callable[[], bool],
+        late_reason: FailureReason = "slow",
     ) -> None:
         self._patience = wait + SILENCE_TIMEOUT
         self._until = until
         self._stop = stop
-        self._late = late
+        self._late = late_reason
 
-    def silent_at(self) -> float:
+    def silence_deadline(self) -> float:
         """When the peer counts as silent if no byte comes from now on; monotonic."""
         return time.monotonic() + self._patience
 
-    def moment(self, until: float) -> float:
+    def seconds_to_next_check(self, until: float) -> float:
         """Seconds until the next look. Raises PeerRequestError; TimeoutError at `until`."""
         if self._stop():
             raise PeerRequestError("slow", "it is not wanted any more")
@@ -69,7 +73,7 @@ class ResponseDeadline:
             raise TimeoutError
         return min(POLL_INTERVAL, self._until - now, until - now)
 
-    def arrived(self) -> None:
+    def mark_received(self) -> None:
         self._patience = SILENCE_TIMEOUT
 
 
@@ -81,20 +85,20 @@ class _BoundedSocket(socket.socket):
 
     def recv_into(self, *args: Any) -> int:
         """Reads what has arrived, once it is much, or a moment is over."""
-        silent_at = self.limit.silent_at()
-        self._wake_at(len(args[0]))
+        silent_at = self.limit.silence_deadline()
+        self._set_wakeup_size(len(args[0]))
         self.setblocking(False)
         arrived = select.poll()
         arrived.register(self, select.POLLIN)
         while True:
-            arrived.poll(self.limit.moment(silent_at) * 1000)
+            arrived.poll(self.limit.seconds_to_next_check(silent_at) * 1000)
             # Caught here: the file object around a socket refuses all reads after a time-out.
             with contextlib.suppress(BlockingIOError):
                 count = super().recv_into(*args)
-                self.limit.arrived()
+                self.limit.mark_received()
                 return count
 
-    def _wake_at(self, room: int) -> None:
+    def _set_wakeup_size(self, room: int) -> None:
         """Has poll(2) return for many bytes where there is room for many, else for any.
 
         Chunks from several peers trickle in at once. Without SO_RCVLOWAT each packet woke a thread,
@@ -119,7 +123,7 @@ class PeerConnection(http.client.HTTPConnection):
     def is_open(self) -> bool:
         return self.sock is not None
 
-    def open(self, limit: ResponseDeadline) -> None:
+    def ensure_open(self, limit: ResponseDeadline) -> None:
         """Connects, if need be, and sets the limit of what follows. Raises PeerRequestError."""
         if self.sock is None:
             try:
@@ -129,7 +133,7 @@ class PeerConnection(http.client.HTTPConnection):
         self.sock.settimeout(SILENCE_TIMEOUT)
         self.sock.limit = limit
 
-    def ask(
+    def fetch_response(
         self,
         method: str,
         path: str,
@@ -142,7 +146,7 @@ class PeerConnection(http.client.HTTPConnection):
         Raises PeerRequestError, OSError (TimeoutError: silence), http.client.HTTPException. The
         caller must `close` after an error, and after a response that was not read to its end.
         """
-        self.open(limit)
+        self.ensure_open(limit)
         self.request(method, path, body, headers)
         return self.getresponse()
 
@@ -204,7 +208,7 @@ def _connect_to_host(
     while thread.is_alive():
         if not resolved.is_set() and time.monotonic() >= start + patience:
             raise _ResolveError(f"{host}: its name service does not answer")
-        thread.join(limit.moment(start + 2 * CONNECT_TIMEOUT))
+        thread.join(limit.seconds_to_next_check(start + 2 * CONNECT_TIMEOUT))
     if not made:
         kind = OSError if resolved.is_set() else _ResolveError
         raise kind(f"{host}: {failed[0]}")
@@ -214,7 +218,7 @@ def _connect_to_host(
 
 
 def read_short_body(response: http.client.HTTPResponse) -> bytes:
-    """The whole of a short body. Raises what `PeerConnection.ask` raises."""
+    """The whole of a short body. Raises what `PeerConnection.fetch_response` raises."""
     body = response.read(MAX_SMALL)
     if not response.isclosed():
         raise http.client.HTTPException("a response that is long, or of no known length")

@@ -59,7 +59,7 @@ def helpers(task: CopyTask) -> PeerHelpers | None:
         return None
     try:
         about = node.config, job.node, job.nodelist, task.key, node.places
-        found = peers.find_peer_client(*about, ahead=bool(job.expected), chunks=count)
+        found = peers.find_peer_client(*about, is_speculative=bool(job.expected), chunks=count)
     except (PeerError, OSError) as error:
         log.write_log_line(f"stager job={job.id} peers=none detail={str(error)!r}", by_slurm=True)
         return None
@@ -73,5 +73,5 @@ def uploaded(task: CopyTask) -> int:
     """
     with contextlib.suppress(OSError):  # only a figure
         given = upload_counts.find_upload_counts(task.node.places.peer_counts)
-        return given.of(task.key) if given else 0
+        return given.key_bytes(task.key) if given else 0
     return 0

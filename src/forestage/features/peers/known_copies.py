@@ -61,12 +61,13 @@ class KnownCopiesReply(msgspec.Struct, frozen=True):
 class OtherJobsPeers(NamedTuple):
     """Nodes of other jobs that may give chunks, and how a copy ahead of a job stands to them.
 
-    `readers` are those of the givers that share the reading: with this node, unless it `follows`.
+    `readers` are those of the givers that share the reading: with this node, unless it
+    `leaves_reading`.
     """
 
     givers: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
-    follows: bool = False
+    leaves_reading: bool = False
 
 
 class RequesterTable:
@@ -82,7 +83,7 @@ class RequesterTable:
         self._kept = kept
         self._by_key: OrderedDict[str, dict[str, float]] = OrderedDict()
 
-    def ask(self, key: str, node: str | None, now: float) -> tuple[str, ...]:
+    def record_and_list(self, key: str, node: str | None, now: float) -> tuple[str, ...]:
         """Who asked for the key before, the first of them first; and remembers who says a name."""
         known = self._by_key.pop(key, {})
         others = {name: at for name, at in known.items() if now - at <= self._kept and name != node}
@@ -138,8 +139,8 @@ def query_known_copies(
     me: str,
     job: Collection[str],
     nodes: Sequence[str],
-    prover: Authenticator,
-    ahead: bool = False,
+    authenticator: Authenticator,
+    is_speculative: bool = False,
 ) -> OtherJobsPeers:
     """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
 
@@ -153,18 +154,18 @@ def query_known_copies(
     path = f"/v1/copies/{key}/{me}" if should_announce(key, job, me) else f"/v1/copies/{key}"
 
     def ask(node: str) -> None:
-        came.put((node, _query_node(addresses, node, key, path, prover, until)))
+        came.put((node, _query_node(addresses, node, key, path, authenticator, until)))
 
     for node in asked:  # nobody waits for the last of them: it only has to hear who asks
         threading.Thread(target=ask, args=(node,), name="ask", daemon=True).start()
     answers: list[tuple[str, KnownCopiesReply]] = []
     for node, answer in _collect_replies(came, len(asked), until):
         answers += [(node, answer)] if answer else []
-        if len(pick_givers(answers, known)) == MAX_GIVERS and not ahead:
+        if len(pick_givers(answers, known)) == MAX_GIVERS and not is_speculative:
             break
-    before = pick_readers(asked, answers, known) if ahead else ()
+    before = pick_readers(asked, answers, known) if is_speculative else ()
     givers = tuple(dict.fromkeys((*pick_givers(answers, known), *before)))
-    return OtherJobsPeers(givers, before, follows=len(before) == READERS)
+    return OtherJobsPeers(givers, before, leaves_reading=len(before) == READERS)
 
 
 def _collect_replies(
@@ -178,16 +179,21 @@ def _collect_replies(
 
 
 def _query_node(
-    addresses: AddressFinder, node: str, key: str, path: str, prover: Authenticator, until: float
+    addresses: AddressFinder,
+    node: str,
+    key: str,
+    path: str,
+    authenticator: Authenticator,
+    until: float,
 ) -> KnownCopiesReply | None:
     """What one node answers; None: nothing, or nothing in time."""
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line = PeerConnection(addresses.of(node))
+    line = PeerConnection(addresses.node_address(node))
     try:
-        session = protocol.open_session(line, key, prover, late)
+        session = protocol.open_session(line, key, authenticator, late)
         limit = ResponseDeadline(0.0, until, late)
         body = protocol.fetch_reply(line, session, path, MAX_REPLY_BYTES, limit)
         return msgspec.json.decode(body, type=KnownCopiesReply) if body else None

@@ -45,9 +45,9 @@ class PendingChunk(msgspec.Struct, frozen=True):
 
 
 class AbsentChunk(msgspec.Struct, frozen=True):
-    """A chunk that is neither here nor being copied. `beyond`: the image has fewer chunks."""
+    """A chunk that is neither here nor being copied. `is_beyond_end`: the image has fewer chunks."""
 
-    beyond: bool = False
+    is_beyond_end: bool = False
 
 
 ChunkState: TypeAlias = PresentChunk | PendingChunk | AbsentChunk
@@ -57,18 +57,22 @@ class LocalCopyState(msgspec.Struct, frozen=True):
     """A copy's map, empty without one, and who read what of it; None: no peer had a part in it."""
 
     digests: bytes = b""
-    noted: chunk_readers.ChunkReaders | None = None
+    read_by: chunk_readers.ChunkReaders | None = None
     is_whole: bool = False
 
-    def here(self, number: int | None = None) -> int:
+    def chunks_here(self, number: int | None = None) -> int:
         """The chunks that are in, bit 5 is chunk 5; of one alone it takes no time."""
         if number is None:
             return parse_chunk_set(self.digests)
         return is_chunk_in(self.digests, number) << number
 
-    def for_other_jobs(self, here: int) -> int:
+    def chunks_for_other_jobs(self, here: int) -> int:
         """Of these chunks, those that nodes of other jobs may have (chunk_readers.py)."""
-        return here if self.noted is None else self.noted.may_leave(here, self.is_whole)
+        return (
+            here
+            if self.read_by is None
+            else self.read_by.chunks_for_other_jobs(here, self.is_whole)
+        )
 
 
 def locate_chunk(cache: Cache, key: str, number: int) -> ChunkState:
@@ -173,7 +177,7 @@ def _locate_in_directory(
 ) -> ChunkState | None:
     """A chunk of the image in this directory; None where the directory has gone meanwhile."""
     if number >= chunk_count(image_size, chunk):
-        return AbsentChunk(beyond=True)
+        return AbsentChunk(is_beyond_end=True)
     start = number * chunk
     size = min(chunk, image_size - start)
     try:
@@ -201,26 +205,26 @@ class ChunkArrivalPoller:
         self._events: WeakValueDictionary[tuple[str, int], asyncio.Event] = WeakValueDictionary()
         self._polls: asyncio.Task[None] | None = None
 
-    async def wait(self, key: str, number: int, seconds: float) -> None:
+    async def wait_for_chunk(self, key: str, number: int, seconds: float) -> None:
         """Returns when the chunk is in, or after `seconds`."""
         arrived = self._events.setdefault((key, number), asyncio.Event())
         if self._polls is None or self._polls.done():
-            self._polls = asyncio.create_task(self._poll())
+            self._polls = asyncio.create_task(self._poll_maps())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(arrived.wait(), max(0.0, seconds))
 
-    def end(self) -> None:
+    def wake_waiters(self) -> None:
         """Wakes all who wait, because the service is being stopped."""
         for arrived in self._events.values():
             arrived.set()
 
-    async def _poll(self) -> None:
+    async def _poll_maps(self) -> None:
         while self._events:
             await asyncio.sleep(POLL)
             for key in {key for key, _ in self._events}:
-                self._look(key)
+                self._wake_arrived(key)
 
-    def _look(self, key: str) -> None:
+    def _wake_arrived(self, key: str) -> None:
         with contextlib.suppress(OSError):  # those who wait will meet the error themselves
             digests = read_map(self._cache, key)
             for (other, number), arrived in self._events.items():

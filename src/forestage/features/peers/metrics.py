@@ -29,7 +29,7 @@ def read_metrics(facts: "MetricsFacts") -> MetricsPart:
 def count(places: NodePaths) -> dict[str, object]:
     """Return the counts that are to be kept now. Raises OSError."""
     found = upload_totals.read_upload_totals(places)
-    found.add(upload_counts.find_upload_counts(places.peer_counts))
+    found.add_since_last(upload_counts.find_upload_counts(places.peer_counts))
     return msgspec.structs.asdict(found)
 
 

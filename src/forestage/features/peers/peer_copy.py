@@ -60,16 +60,16 @@ def copy_with_peers(
     """Copies as chunks.copy_chunks does, and returns how many bytes came from which peer."""
     run = PeerCopy(source, part, tuning, stop, peers, readers)
     try:
-        run.share()
+        run.run_transfers()
     finally:
         run.close()
-    return run.bytes_by()
+    return run.bytes_by_peer()
 
 
 def make_policy(threads: int, nodes: int) -> SchedulePolicy:
     """Pure: the fewer streams each of many nodes reads in, the sooner its chunks are whole."""
     at_once = min(threads, max(1, -(-4 * threads // nodes)))
-    return SchedulePolicy(at_once=at_once, busy=DOWNLOADS)
+    return SchedulePolicy(max_own_reads=at_once, max_fetches=DOWNLOADS)
 
 
 class _ChunkSuperseded(Exception):
@@ -97,25 +97,27 @@ class PeerCopy(ChunkCopy):
         readers: ArrivalMap | None = None,
     ) -> None:
         super().__init__(source, part, tuning, stop, readers)
-        self._bring_own()
+        self._read_local_bytes()
         if source.read is None:
             # The next chunks of the file are other nodes' shares: readahead would read in vain.
             os.posix_fadvise(source.buffered, 0, 0, os.POSIX_FADV_RANDOM)
         self.peers = peers
         self.from_peers = 0
-        self.turn = threading.Condition()
+        self.schedule_condition = threading.Condition()
         self.chunk_locks: dict[int, threading.Lock] = {}
         self.unreadable: SourceUnreadable | None = None
         missing = [number for number in self.todo if number in self.known.to_read]
-        self.said: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
-        self.given: dict[str, set[int]] = {}  # by peer, the chunks that are in
-        self.read_by: dict[tuple[int, str], str] = {}  # by chunk and peer, who read it there
+        self.digests_by_peer: dict[int, dict[str, str]] = {}  # by chunk and peer, a digest
+        self.chunks_by_giver: dict[str, set[int]] = {}  # by peer, the chunks that are in
+        self.reader_by_chunk: dict[
+            tuple[int, str], str
+        ] = {}  # by chunk and peer, who read it there
         here = set(range(chunk_count(source.size, tuning.chunk))).difference(self.todo)
-        self.origins = chunk_readers.ChunkReaderRecorder(part.directory, peers.me, here)
-        self.noted_at = self.heeded_at = 0.0
-        self.compares = True  # whether all pieces could be compared
-        self.liars: set[str] = set()
-        self.bringing = 0  # threads that may yet find that a chunk has to be read again
+        self.reader_recorder = chunk_readers.ChunkReaderRecorder(part.directory, peers.me, here)
+        self.readers_written_at = self.notices_read_at = 0.0
+        self.all_comparable = True  # whether all pieces could be compared
+        self.wrong_peers: set[str] = set()
+        self.transfers_under_way = 0  # threads that may yet find that a chunk has to be read again
         self.schedule = ChunkSchedule(
             part.directory.name,
             peers.nodes,
@@ -126,14 +128,14 @@ class PeerCopy(ChunkCopy):
             self.hot,
             peers.givers,
             peers.leaders,
-            peers.silent(),
+            peers.list_silent_nodes(),
         )
         # Of the own share too: who begins late gets it from peers as well.
         own = sum(node not in peers.givers for node in peers.nodes)  # of the job
         about = missing, source.size, tuning.chunk, own
         self.samples = draw_samples(*about, SystemRandom(), bool(peers.givers))
 
-    def _bring_own(self) -> None:
+    def _read_local_bytes(self) -> None:
         """Brings what no other node is asked for: of a directory, what the kernel will parse."""
         buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
         for number in range(chunk_count(self.source.local_bytes, self.tuning.chunk)):
@@ -141,99 +143,105 @@ class PeerCopy(ChunkCopy):
                 del self.todo[number]
                 self.mark_complete(number, self.read_chunk(number, buffer, self.write_piece))
 
-    def share(self) -> None:
+    def run_transfers(self) -> None:
         self.complete_hole_chunks()
         # One more to read: what a job waits for is not to stand behind whole chunks.
-        reads = [lambda: self._run_asks(self.schedule.next_read)] * (self.tuning.threads + 1)
-        fetches = [lambda: self._run_asks(self.schedule.next_fetch)] * DOWNLOADS
+        reads = [lambda: self._run_worker(self.schedule.next_read)] * (self.tuning.threads + 1)
+        fetches = [lambda: self._run_worker(self.schedule.next_fetch)] * DOWNLOADS
         self.run_threads([*reads, *fetches])
 
     def close(self) -> None:
         super().close()
-        self.origins.write(self.schedule.done and self.compares and bool(self.samples))
-        if self.schedule.done:  # a part that is to be resumed keeps both files
+        self.reader_recorder.write_file(
+            self.schedule.is_done and self.all_comparable and bool(self.samples)
+        )
+        if self.schedule.is_done:  # a part that is to be resumed keeps both files
             self.part.delete_peer_notes()
 
-    def bytes_by(self) -> Mapping[str, int]:
+    def bytes_by_peer(self) -> Mapping[str, int]:
         """How many bytes each peer gave."""
         return {
             peer: sum(self.chunk_span(number)[1] for number in gave)
-            for peer, gave in self.given.items()
+            for peer, gave in self.chunks_by_giver.items()
         }
 
-    def _run_asks(self, next_ask: Callable[[float], ChunkTransfer | None]) -> None:
+    def _run_worker(self, next_ask: Callable[[float], ChunkTransfer | None]) -> None:
         """Bring one chunk after the other, until there are no more.
 
-        What this thread was bringing counts in `bringing`, for which all others wait at the end. If
-        the thread dies of something unforeseen, no other brings it to an end, so that the copy
-        ends: `run_threads` sees whether anything is missing.
+        What this thread was bringing counts in `transfers_under_way`, for which all others wait at
+        the end. If the thread dies of something unforeseen, no other brings it to an end, so that
+        the copy ends: `run_threads` sees whether anything is missing.
         """
         buffer = source_reader.allocate_piece_buffer(self.tuning.chunk)
         is_over = False
         try:
-            while (found := self._next(next_ask)) is not None:
+            while (found := self._wait_for_transfer(next_ask)) is not None:
                 ask, twice = found
                 # The shorter a piece, the less a job's own read waits behind it, and the less is
                 # read in vain.
-                short = self.is_served() or self.schedule.is_early(ask)
-                self._bring(ask, buffer[:PIECE] if short else buffer, twice)
-                self._settle(ask.number, buffer)
-                self._heed_notices()
-                with self.turn:
-                    self.bringing -= 1
-                    self.turn.notify_all()
+                short = self.is_served() or self.schedule.is_early_read(ask)
+                self._transfer_chunk(ask, buffer[:PIECE] if short else buffer, twice)
+                self._settle_dispute(ask.number, buffer)
+                self._apply_notices()
+                with self.schedule_condition:
+                    self.transfers_under_way -= 1
+                    self.schedule_condition.notify_all()
             is_over = True
         except (OSError, Declined) as error:
             self.errors.append(error)
         finally:
             if not is_over:
                 self.halt.set()
-            with self.turn:
-                self.turn.notify_all()
+            with self.schedule_condition:
+                self.schedule_condition.notify_all()
 
-    def _next(
+    def _wait_for_transfer(
         self, next_ask: Callable[[float], ChunkTransfer | None]
     ) -> tuple[ChunkTransfer, bool] | None:
         """What to bring, and whether it is on its way by another ask; None: no more."""
-        with self.turn:
-            while not (self.is_ending() or (self.schedule.done and not self.bringing)):
+        with self.schedule_condition:
+            while not (
+                self.is_ending() or (self.schedule.is_done and not self.transfers_under_way)
+            ):
                 now = time.monotonic()
-                self._begin_greetings(now)
+                self._start_first_connections(now)
                 if self.readers is not None:
-                    self.schedule.want(
+                    self.schedule.set_wanted(
                         self.readers.list_wanted((NOW,)), self.readers.list_wanted((SOON,))
                     )
                 ask = next_ask(now)
                 if ask is not None:
                     self.chunk_locks.setdefault(ask.number, threading.Lock())
-                    self.bringing += 1
-                    return ask, self.schedule.twice(ask)
-                if self.unreadable and self.schedule.hopeless(now):
+                    self.transfers_under_way += 1
+                    return ask, self.schedule.is_transferred_twice(ask)
+                if self.unreadable and self.schedule.is_hopeless(now):
                     raise self.unreadable
-                self.turn.wait(SERVED_POLL if self.is_served() else POLL)
+                self.schedule_condition.wait(SERVED_POLL if self.is_served() else POLL)
         return None
 
-    def _begin_greetings(self, now: float) -> None:
+    def _start_first_connections(self, now: float) -> None:
         """Has the first connections made by threads that nobody waits for.
 
-        A peer may be silent for seconds, and so may munge. The caller holds `turn`.
+        A peer may be silent for seconds, and so may munge. The caller holds `schedule_condition`.
         """
-        while (peer := self.schedule.next_greeting(now)) is not None:
-            threading.Thread(target=self._greet, args=(peer,), name="greet", daemon=True).start()
+        while (peer := self.schedule.next_first_connection(now)) is not None:
+            threading.Thread(
+                target=self._open_session, args=(peer,), name="greet", daemon=True
+            ).start()
 
-    def _greet(self, peer: str) -> None:
+    def _open_session(self, peer: str) -> None:
         try:
-            self.peers.greet(peer, lambda: self.is_ending() or self.schedule.done)
+            self.peers.open_session(peer, lambda: self.is_ending() or self.schedule.is_done)
         except PeerRequestError as refused:
-            with self.turn:
-                self.schedule.greeting_failed(peer, refused.why, time.monotonic())
-                self.turn.notify_all()
+            with self.schedule_condition:
+                self.schedule.mark_connect_failed(peer, refused.why, time.monotonic())
+                self.schedule_condition.notify_all()
         else:
-            with self.turn:
-                self.schedule.greeted(peer)
-                self.turn.notify_all()
+            with self.schedule_condition:
+                self.schedule.mark_connected(peer)
+                self.schedule_condition.notify_all()
 
-    def _bring(self, ask: ChunkTransfer, buffer: memoryview, twice: bool) -> None:
+    def _transfer_chunk(self, ask: ChunkTransfer, buffer: memoryview, twice: bool) -> None:
         start, size = self.chunk_span(ask.number)
         aside = memoryview(mmap.mmap(-1, size)) if twice else None
         chunk_lock = self.chunk_locks[ask.number]
@@ -249,37 +257,39 @@ class PeerCopy(ChunkCopy):
                 write(at, piece)
 
         try:
-            found = self._fetched(ask, buffer, sink)
+            found = self._read_or_fetch(ask, buffer, sink)
             if found is not None and ask.peer != SOURCE:
-                self._prove(ask, buffer, aside)
+                self._compare_samples(ask, buffer, aside)
         except _PeerMismatch:
-            self._catch(ask.peer, ask.number)
-            with self.turn:
-                if not self.schedule.obsolete(ask):
-                    self.schedule.strike([ask.number])  # other peers may have it from this one
-                self.schedule.failed(ask, "wrong", time.monotonic())
+            self._exclude_wrong_peer(ask.peer, ask.number)
+            with self.schedule_condition:
+                if not self.schedule.is_obsolete(ask):
+                    self.schedule.mark_missing(
+                        [ask.number]
+                    )  # other peers may have it from this one
+                self.schedule.mark_failed(ask, "wrong", time.monotonic())
             return
         except PeerRequestError as refused:
-            with self.turn:
-                self.schedule.failed(ask, refused.why, time.monotonic())
+            with self.schedule_condition:
+                self.schedule.mark_failed(ask, refused.why, time.monotonic())
             return
         except _ChunkSuperseded:
-            with self.turn:
-                self.schedule.got(ask, time.monotonic())
+            with self.schedule_condition:
+                self.schedule.mark_received(ask, time.monotonic())
             return
         if found is not None:
             with chunk_lock:
-                self._take_in(ask, found, aside)
+                self._accept_chunk(ask, found, aside)
 
     def _check_wanted(self, ask: ChunkTransfer) -> None:
         """Raise _ChunkSuperseded or _ReadSuperfluous if this chunk need not be fetched any more."""
-        if self.schedule.obsolete(ask):
+        if self.schedule.is_obsolete(ask):
             raise _ChunkSuperseded
-        with self.turn:
-            if self.schedule.in_vain(ask, time.monotonic()):
+        with self.schedule_condition:
+            if self.schedule.is_superfluous_read(ask, time.monotonic()):
                 raise _ReadSuperfluous
 
-    def _fetched(self, ask: ChunkTransfer, buffer: memoryview, sink: Write) -> bytes | None:
+    def _read_or_fetch(self, ask: ChunkTransfer, buffer: memoryview, sink: Write) -> bytes | None:
         """The digest; None where the source cannot be read, or need not.
 
         Raises PeerRequestError.
@@ -288,98 +298,100 @@ class PeerCopy(ChunkCopy):
             try:
                 return self.read_chunk(ask.number, buffer, sink)
             except _ReadSuperfluous:
-                self._forget_pieces(ask)
-                with self.turn:
-                    self.schedule.drop(ask)
+                self._clear_arrived_pieces(ask)
+                with self.schedule_condition:
+                    self.schedule.drop_early_read(ask)
                 return None
             except SourceUnreadable as error:
-                self._forget_pieces(ask)
-                with self.turn:
+                self._clear_arrived_pieces(ask)
+                with self.schedule_condition:
                     self.unreadable = error
-                    self.schedule.failed(ask, "source", time.monotonic())
+                    self.schedule.mark_failed(ask, "source", time.monotonic())
                 _mark_source_failed(self.part)
                 return None
         start, size = self.chunk_span(ask.number)
 
         def peer_has(has: int, source_failed: bool) -> None:
-            with self.turn:
-                self.schedule.peer_has(ask.peer, has, time.monotonic(), source_failed)
+            with self.schedule_condition:
+                self.schedule.record_peer_chunks(ask.peer, has, time.monotonic(), source_failed)
 
         def peer_says(found: str, reader: str) -> None:
-            with self.turn:
-                self.said.setdefault(ask.number, {})[ask.peer] = found
-                self.read_by[ask.number, ask.peer] = reader or ask.peer
+            with self.schedule_condition:
+                self.digests_by_peer.setdefault(ask.number, {})[ask.peer] = found
+                self.reader_by_chunk[ask.number, ask.peer] = reader or ask.peer
 
         def stop() -> bool:
-            return self.is_ending() or self.schedule.obsolete(ask)
+            return self.is_ending() or self.schedule.is_obsolete(ask)
 
-        patience = self.schedule.give_up(ask), self.schedule.wait(ask)
+        patience = self.schedule.transfer_timeout(ask), self.schedule.peer_wait(ask)
         reach = "cluster" if ask.peer in self.peers.givers else "job"
         chunk = ChunkRequest(ask.number, start, size, *patience, f"{reach} {self.peers.me}")
-        return self.peers.fetch(
+        return self.peers.fetch_chunk(
             ask.peer, chunk, ChunkReceiver(buffer, sink, peer_has, stop, peer_says)
         )
 
-    def _forget_pieces(self, ask: ChunkTransfer) -> None:
+    def _clear_arrived_pieces(self, ask: ChunkTransfer) -> None:
         """Tell the readers that what was read of a chunk may change.
 
         Before the ask ends: then a peer's bytes may go over it, which are not proven yet.
         """
         with self.chunk_locks[ask.number]:
-            if not self.schedule.obsolete(ask):
+            if not self.schedule.is_obsolete(ask):
                 self.clear_arrived(ask.number)
 
-    def _prove(self, ask: ChunkTransfer, buffer: memoryview, aside: memoryview | None) -> None:
+    def _compare_samples(
+        self, ask: ChunkTransfer, buffer: memoryview, aside: memoryview | None
+    ) -> None:
         """Compares what a peer gave with the source, where that is due.
 
         Raises _Lie, SourceTruncated.
         """
         start, size = self.chunk_span(ask.number)
-        if self.schedule.obsolete(ask):
+        if self.schedule.is_obsolete(ask):
             return
-        with self.turn:
-            disputed = len(set(self.said.get(ask.number, {}).values())) > 1
+        with self.schedule_condition:
+            disputed = len(set(self.digests_by_peer.get(ask.number, {}).values())) > 1
         due = [(start, size)] if disputed else self.samples.get(ask.number, [])
         for at, length in due:
             if aside is not None:
                 got = bytes(aside[at - start : at - start + length])
             else:
                 got = os.pread(self.image, length, at)
-            if self._differs(at, got, buffer):
+            if self._differs_from_source(at, got, buffer):
                 raise _PeerMismatch
 
-    def _differs(self, at: int, got: bytes, buffer: memoryview) -> bool:
+    def _differs_from_source(self, at: int, got: bytes, buffer: memoryview) -> bool:
         """Whether the source has other bytes there; where it cannot be read, nobody can say."""
         try:
             read = source_reader.read_pieces(self.source, at, len(got), buffer)
             return any(piece != got[here - at : here - at + len(piece)] for here, piece in read)
         except SourceUnreadable:
-            self.compares = False
+            self.all_comparable = False
             return False
 
-    def _take_in(self, ask: ChunkTransfer, found: bytes, aside: memoryview | None) -> None:
+    def _accept_chunk(self, ask: ChunkTransfer, found: bytes, aside: memoryview | None) -> None:
         """Notes a chunk, unless another ask was faster or its peer is not to be believed any more.
 
         The caller holds the chunk's lock.
         """
         start, size = self.chunk_span(ask.number)
-        reader = self.read_by.get((ask.number, ask.peer), ask.peer)
-        with self.turn:
-            is_first = not self.schedule.obsolete(ask)
-            if {ask.peer, reader} & self.liars:
+        reader = self.reader_by_chunk.get((ask.number, ask.peer), ask.peer)
+        with self.schedule_condition:
+            is_first = not self.schedule.is_obsolete(ask)
+            if {ask.peer, reader} & self.wrong_peers:
                 if is_first:
-                    self.schedule.strike([ask.number])
-                wrong = ask.peer in self.liars
-                self.schedule.failed(ask, "wrong" if wrong else "absent", time.monotonic())
+                    self.schedule.mark_missing([ask.number])
+                wrong = ask.peer in self.wrong_peers
+                self.schedule.mark_failed(ask, "wrong" if wrong else "absent", time.monotonic())
                 return
             if ask.peer == SOURCE:
-                self.said.setdefault(ask.number, {})[SOURCE] = found.hex()
+                self.digests_by_peer.setdefault(ask.number, {})[SOURCE] = found.hex()
             elif is_first:  # before it is noted: who finds the peer out then strikes this one too
-                self.given.setdefault(ask.peer, set()).add(ask.number)
+                self.chunks_by_giver.setdefault(ask.peer, set()).add(ask.number)
                 self.from_peers += size
             if is_first:
-                self.origins.note(ask.number, reader, ask.peer in self.peers.givers)
-                self._note_origins()
+                self.reader_recorder.record_chunk(ask.number, reader, ask.peer in self.peers.givers)
+                self._write_chunk_readers()
         if is_first:
             if aside is not None:
                 self.clear_arrived(ask.number)
@@ -387,86 +399,91 @@ class PeerCopy(ChunkCopy):
             self.mark_complete(ask.number, found)
             if ask.peer != SOURCE:
                 _record_peer_bytes(self.part, self.from_peers)
-        with self.turn:
-            self.schedule.got(ask, time.monotonic())
+        with self.schedule_condition:
+            self.schedule.mark_received(ask, time.monotonic())
 
-    def _settle(self, number: int, buffer: memoryview) -> None:
+    def _settle_dispute(self, number: int, buffer: memoryview) -> None:
         """Asks the source who is right where a chunk that is in has another digest elsewhere."""
-        with self.turn:
-            said = self.said.get(number, {})
-            giver = next((peer for peer, gave in self.given.items() if number in gave), None)
+        with self.schedule_condition:
+            said = self.digests_by_peer.get(number, {})
+            giver = next(
+                (peer for peer, gave in self.chunks_by_giver.items() if number in gave), None
+            )
             if giver is None or len(set(said.values())) < 2:
                 return
-            del self.said[number]
+            del self.digests_by_peer[number]
         start, size = self.chunk_span(number)
-        if self._differs(start, os.pread(self.image, size, start), buffer):
-            self._catch(giver, number)
+        if self._differs_from_source(start, os.pread(self.image, size, start), buffer):
+            self._exclude_wrong_peer(giver, number)
             return
         for peer, found in said.items():
             if peer != SOURCE and found != said.get(giver):
-                self._catch(peer, number)
+                self._exclude_wrong_peer(peer, number)
 
-    def _catch(self, peer: str, number: int) -> None:
+    def _exclude_wrong_peer(self, peer: str, number: int) -> None:
         """Leaves out a peer that gave other bytes than the source has, and strikes all it gave.
 
         Also what others gave that the same node has read. Who gave that is not to blame.
         """
-        with self.turn:
-            reader = self.read_by.get((number, peer), peer)
-            if peer in self.liars:
+        with self.schedule_condition:
+            reader = self.reader_by_chunk.get((number, peer), peer)
+            if peer in self.wrong_peers:
                 return
-            self.liars.add(peer)  # another thread may find the same
-        count = self._strike(peer, reader)
+            self.wrong_peers.add(peer)  # another thread may find the same
+        count = self._reread_chunks_of(peer, reader)
         by = f" that {reader} had read" if reader != peer else ""
         log.write_log_line(
             f"stager key={self.part.directory.name} peer={peer} gave wrong bytes (chunk {number}"
             f"{by}): it is left out, and {count} chunks of it are read again",
             by_slurm=True,
         )
-        self.peers.tell(peer, reader)
+        self.peers.report_wrong_reader(peer, reader)
 
-    def _heed_notices(self) -> None:
+    def _apply_notices(self) -> None:
         """Strikes what another copy has found wrong; before this one can be complete."""
         now = time.monotonic()
-        if now < self.heeded_at + WRITE_INTERVAL and not self.schedule.done:
+        if now < self.notices_read_at + WRITE_INTERVAL and not self.schedule.is_done:
             return
-        self.heeded_at = now
-        for reader in self.peers.wrong() - self.liars - {self.peers.me}:
-            count = self._strike("", reader)
+        self.notices_read_at = now
+        for reader in self.peers.list_wrong_readers() - self.wrong_peers - {self.peers.me}:
+            count = self._reread_chunks_of("", reader)
             log.write_log_line(
                 f"stager key={self.part.directory.name} reader={reader} read wrong bytes, by"
                 f" another node's word: {count} chunks of it are read again",
                 by_slurm=True,
             )
 
-    def _strike(self, peer: str, reader: str) -> int:
+    def _reread_chunks_of(self, peer: str, reader: str) -> int:
         """Has all read again that this peer gave or this reader read; how many chunks."""
-        with self.turn:
+        with self.schedule_condition:
             wrong = {peer, reader} - {self.peers.me, SOURCE}
-            self.liars |= wrong
+            self.wrong_peers |= wrong
             for liar in wrong:
-                self.schedule.leave_out(liar)
-            gave = {*self.given.get(peer, ()), *self.origins.of(reader)}
-            for its in self.given.values():
+                self.schedule.exclude_peer(liar)
+            gave = {
+                *self.chunks_by_giver.get(peer, ()),
+                *self.reader_recorder.chunks_read_by(reader),
+            }
+            for its in self.chunks_by_giver.values():
                 self.from_peers -= sum(self.chunk_span(one)[1] for one in its & gave)
                 its -= gave
-            self.origins.strike(gave)
-            self._note_origins(at_once=True)
+            self.reader_recorder.remove_chunks(gave)
+            self._write_chunk_readers(at_once=True)
             locks = [self.chunk_locks.setdefault(one, threading.Lock()) for one in gave]
         for one, chunk_lock in zip(gave, locks, strict=True):
             with chunk_lock:
                 self.clear_arrived(one)
                 os.pwrite(self.map, digest.MISSING, one * ENTRY_BYTES)
-        with self.turn:
-            self.schedule.strike(gave)
+        with self.schedule_condition:
+            self.schedule.mark_missing(gave)
         return len(gave)
 
-    def _note_origins(self, at_once: bool = False) -> None:
-        """Has the peer service know who read what; it may lag. The caller holds `turn`."""
+    def _write_chunk_readers(self, at_once: bool = False) -> None:
+        """Has the peer service know who read what; it may lag. The caller holds `schedule_condition`."""
         now = time.monotonic()
-        if at_once or now - self.noted_at > WRITE_INTERVAL:
-            self.noted_at = now
-            self.origins.write()
+        if at_once or now - self.readers_written_at > WRITE_INTERVAL:
+            self.readers_written_at = now
+            self.reader_recorder.write_file()
 
 
 def _record_peer_bytes(part: Part, count: int) -> None:

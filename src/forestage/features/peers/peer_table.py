@@ -46,8 +46,10 @@ class PeerTable:
         self._first_greeting: dict[str, float] = {}
         self._gave_at: dict[str, float] = {}
         self._grew_at: dict[str, float] = {}  # when it last said that it has more
-        self.has: dict[str, int] = {}  # chunks of those that have the image or a part of it
-        self.load: Counter[str] = Counter()  # asks under way; SOURCE has an entry too
+        self.chunks_by_peer: dict[
+            str, int
+        ] = {}  # chunks of those that have the image or a part of it
+        self.transfer_counts: Counter[str] = Counter()  # asks under way; SOURCE has an entry too
         self.source_failed: set[str] = set()
         self._heard: dict[str, float] = {}  # when it last said what it has
         self._out: dict[str, float] = {}  # not to be asked until then
@@ -58,23 +60,23 @@ class PeerTable:
         self._answered = False
 
     @property
-    def alone(self) -> bool:
+    def seems_alone(self) -> bool:
         """Whether no service seems to run on any of them."""
         return not self._answered and len(self._unreached) >= min(
             len(self.neighbours), ENOUGH_UNREACHABLE
         )
 
     @property
-    def any_heard(self) -> bool:
+    def has_any_reported(self) -> bool:
         """Whether one has ever said what it has."""
         return bool(self._heard)
 
     @property
-    def any_greeted(self) -> bool:
+    def has_any_answered(self) -> bool:
         """Whether one has ever answered."""
         return bool(self._greeted)
 
-    def next_greeting(self, now: float, patience: float) -> str | None:
+    def start_first_connection(self, now: float, patience: float) -> str | None:
         """Return a peer to connect to for the first time, and note that this has begun."""
         fresh = sum(now - since <= patience for since in self._greetings.values())
         if fresh >= MAX_FIRST_CONNECTIONS:
@@ -91,11 +93,11 @@ class PeerTable:
             self._first_greeting.setdefault(peer, now)
         return peer
 
-    def end_greeting(self, peer: str) -> None:
+    def end_first_connection(self, peer: str) -> None:
         """Note that the first connection has ended, well or not."""
         self._greetings.pop(peer, None)
 
-    def unheard(self, now: float, patience: float) -> set[str]:
+    def list_late_peers(self, now: float, patience: float) -> set[str]:
         """Return the peers that have not answered, and are not to be waited for any more."""
         return {
             peer
@@ -108,53 +110,53 @@ class PeerTable:
             )
         }
 
-    def may_ask(self, peer: str, now: float) -> bool:
+    def is_usable(self, peer: str, now: float) -> bool:
         """Whether something may be asked of it now."""
         return peer in self._greeted and not self.is_out(peer, now)
 
-    def unreached(self, peer: str) -> None:
+    def mark_unreachable(self, peer: str) -> None:
         """Notes that it did not answer, or not as one of our services."""
         self._unreached.add(peer)
 
-    def answered(self, peer: str) -> None:
+    def mark_answered(self, peer: str) -> None:
         """Notes that its service runs, whether its copy has begun or not."""
         self._unreached.discard(peer)
         self._greeted.add(peer)
         self._answered = True
 
-    def said(self, peer: str, has: int, now: float, source_failed: bool) -> None:
+    def record_chunks(self, peer: str, has: int, now: float, source_failed: bool) -> None:
         """Notes which chunks it has, and whether its source fails."""
-        self.answered(peer)
-        if has & ~self.has.get(peer, 0):
+        self.mark_answered(peer)
+        if has & ~self.chunks_by_peer.get(peer, 0):
             self._grew_at[peer] = now
-        self.has[peer] = has
+        self.chunks_by_peer[peer] = has
         (self.source_failed.add if source_failed else self.source_failed.discard)(peer)
         self._heard[peer] = now
         self._gave_at.setdefault(peer, now)
         self._grew_at.setdefault(peer, now)
 
-    def news_age(self, peer: str, now: float, begun: float) -> float:
+    def seconds_since_report(self, peer: str, now: float, begun: float) -> float:
         """Seconds since it last said what it has, or since the copy began."""
         return now - self._heard.get(peer, begun)
 
-    def met(self) -> int:
+    def count_known(self) -> int:
         """How many have said what they have, or turned out to be out."""
-        return len(self.has.keys() | self._out.keys())
+        return len(self.chunks_by_peer.keys() | self._out.keys())
 
     def back_off(self, peer: str, seconds: float, now: float, doublings: int = 5) -> None:
         """Does not ask it for so many seconds; twice as many each time, so often at most."""
         if not self.is_out(peer, now):  # several asks that failed together are one failure
             self._out[peer] = now + seconds * 2 ** min(self._strikes[peer], doublings)
             self._strikes[peer] += 1
-        self.has.pop(peer, None)
+        self.chunks_by_peer.pop(peer, None)
 
-    def gave(self, peer: str, now: float) -> None:
+    def record_delivery(self, peer: str, now: float) -> None:
         """Notes that a chunk of it came: its failures are forgotten."""
         self._gave_at[peer] = now
         self._strikes.pop(peer, None)
         self._hung.discard(peer)
 
-    def hung(self, peer: str, seconds: float, now: float) -> None:
+    def record_silence(self, peer: str, seconds: float, now: float) -> None:
         """Backs off from a peer that was silent; the second time it is left out.
 
         Not the first time: where processors are short all peers may be silent in one moment, and a
@@ -163,17 +165,17 @@ class PeerTable:
         if self.is_out(peer, now):
             return  # several asks that failed together are one failure
         if peer in self._hung:
-            self.leave_out(peer)
+            self.exclude(peer)
         else:
             self._hung.add(peer)
             self.back_off(peer, seconds, now)
 
-    def leave_out(self, peer: str) -> None:
+    def exclude(self, peer: str) -> None:
         """Does not ask it any more during this copy."""
         self._out[peer] = math.inf
-        self.has.pop(peer, None)
+        self.chunks_by_peer.pop(peer, None)
 
-    def lags(self, peer: str, until: float) -> None:
+    def mark_lagging(self, peer: str, until: float) -> None:
         """Notes that it is much slower than others, which are preferred until then."""
         self._lagging[peer] = until
 
@@ -183,37 +185,37 @@ class PeerTable:
     def is_out(self, peer: str, now: float) -> bool:
         return self._out.get(peer, -math.inf) > now
 
-    def not_reading(self, now: float, or_lagging: bool) -> set[str]:
+    def list_not_reading(self, now: float, or_lagging: bool) -> set[str]:
         """The peers in whose stead others read."""
         out = [peer for peer, until in self._out.items() if until > now]
         lagging = [peer for peer in self._lagging if or_lagging and self.is_lagging(peer, now)]
         return {*out, *self.source_failed, *lagging}
 
-    def all_out(self, now: float) -> bool:
+    def are_peers_out(self, now: float) -> bool:
         """Whether there is no peer to ask."""
         return all(self.is_out(peer, now) for peer in self.neighbours)
 
-    def offered(self, now: float, patience: float) -> int:
+    def offered_chunks(self, now: float, patience: float) -> int:
         """The chunks that at least one peer has.
 
         A node of another job counts as long as something comes from it, `patience` seconds: this
         job has not chosen it, and is not to wait for it.
         """
         found = 0
-        for peer, has in self.has.items():
+        for peer, has in self.chunks_by_peer.items():
             slow = peer in self.givers and now - self._gave_at[peer] > patience
             if not (slow or self.is_out(peer, now)):
                 found |= has
         return found
 
-    def gets_on(self, peer: str, now: float, patience: float) -> bool:
+    def is_progressing(self, peer: str, now: float, patience: float) -> bool:
         """Whether it copies, and had a chunk more within `patience` seconds."""
         failed = self.is_out(peer, now) or peer in self.source_failed
-        return peer in self.has and not failed and now - self._grew_at[peer] <= patience
+        return peer in self.chunks_by_peer and not failed and now - self._grew_at[peer] <= patience
 
-    def others_with(self, number: int, peer: str, now: float) -> Iterator[str]:
+    def list_others_with(self, number: int, peer: str, now: float) -> Iterator[str]:
         """The other peers that have the chunk."""
-        for other, has in self.has.items():
+        for other, has in self.chunks_by_peer.items():
             if has >> number & 1 and other != peer and not self.is_out(other, now):
                 yield other
 

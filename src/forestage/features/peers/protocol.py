@@ -54,14 +54,14 @@ class PeerSession(msgspec.Struct, frozen=True):
 class ChunkRequest(msgspec.Struct, frozen=True):
     """One chunk to fetch. `start` and `size` are bytes of the image.
 
-    Seconds: the peer may `wait` for the chunk if it does not have it, `give_up` is the limit for
+    Seconds: the peer may `wait` for the chunk if it does not have it, `timeout` is the limit for
     all of it. `reach` is the header Forestage-Reach.
     """
 
     number: int
     start: int
     size: int
-    give_up: float
+    timeout: float
     wait: float
     reach: str = "job"
 
@@ -73,20 +73,22 @@ class ChunkRequest(msgspec.Struct, frozen=True):
 class ChunkReceiver(msgspec.Struct, frozen=True):
     """Where the pieces of a chunk go: `write(offset in the image, piece)`, through `buffer`.
 
-    `peer_has` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any of the
-    image, and with whether its source fails; `peer_says` with the digest (hex) that it has for the
-    chunk, and who it says has read that from the source ("": nobody knows). `stop` returns true
-    once the chunk is not wanted any more.
+    `on_peer_chunks` is called with the chunks that the peer has (bit 5 is chunk 5), if it has any
+    of the image, and with whether its source fails; `on_digest` with the digest (hex) that it has
+    for the chunk, and who it says has read that from the source ("": nobody knows). `is_unwanted`
+    returns true once the chunk is not wanted any more.
     """
 
     buffer: memoryview
     write: Callable[[int, memoryview], None]
-    peer_has: Callable[[int, bool], None]
-    stop: Stop
-    peer_says: Callable[[str, str], None] = lambda digest, reader: None
+    on_peer_chunks: Callable[[int, bool], None]
+    is_unwanted: Stop
+    on_digest: Callable[[str, str], None] = lambda digest, reader: None
 
 
-def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: Stop) -> PeerSession:
+def open_session(
+    peer_connection: PeerConnection, key: str, authenticator: Authenticator, stop: Stop
+) -> PeerSession:
     """Proves to the peer that this is root of the cluster, and checks the peer's own proof.
 
     Raises PeerRequestError; `slow` only when it was stopped.
@@ -94,15 +96,17 @@ def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: St
 
     def limit() -> ResponseDeadline:
         return ResponseDeadline(
-            HANDSHAKE_TIMEOUT, time.monotonic() + HANDSHAKE_TIMEOUT, stop, late="refused"
+            HANDSHAKE_TIMEOUT, time.monotonic() + HANDSHAKE_TIMEOUT, stop, late_reason="refused"
         )
 
     with contextlib.ExitStack() as undo, _convert_errors():
-        undo.callback(line.close)
+        undo.callback(peer_connection.close)
         # First the connection: no credential is made for a node that is out of reach.
-        line.open(limit())
-        offer = prover.offer(key)
-        response = line.ask("POST", "/v1/session", {}, limit(), offer.text.encode())
+        peer_connection.ensure_open(limit())
+        offer = authenticator.make_credential(key)
+        response = peer_connection.fetch_response(
+            "POST", "/v1/session", {}, limit(), offer.text.encode()
+        )
         if response.status != http.client.OK:
             raise PeerRequestError("refused", f"status {response.status}")
         opened = msgspec.json.decode(connection.read_short_body(response), type=SessionReply)
@@ -114,7 +118,7 @@ def open_session(line: PeerConnection, key: str, prover: Authenticator, stop: St
 
 
 def fetch_chunk(
-    line: PeerConnection,
+    peer_connection: PeerConnection,
     session: PeerSession,
     key: str,
     chunk: ChunkRequest,
@@ -126,16 +130,16 @@ def fetch_chunk(
     `receiver.write` raises goes through.
     """
     path = f"/v1/chunk/{key}/{chunk.number}"
-    limit = ResponseDeadline(chunk.wait, time.monotonic() + chunk.give_up, receiver.stop)
+    limit = ResponseDeadline(chunk.wait, time.monotonic() + chunk.timeout, receiver.is_unwanted)
     with contextlib.ExitStack() as undo:
-        undo.callback(line.close)
+        undo.callback(peer_connection.close)
         with _convert_errors():
-            response, counter = _send_request(line, session, path, chunk, limit)
+            response, counter = _send_request(peer_connection, session, path, chunk, limit)
             if response.status != http.client.PARTIAL_CONTENT:
                 connection.read_short_body(response)
                 undo.pop_all()
         expected, reader = _parse_chunk_head(response, session, counter, receiver)
-        receiver.peer_says(expected, reader)
+        receiver.on_digest(expected, reader)
         if response.length != chunk.size:
             raise PeerRequestError("wrong", f"{response.length} bytes of {chunk.size}")
         found = _receive_chunk(response, chunk, receiver)
@@ -146,17 +150,21 @@ def fetch_chunk(
 
 
 def fetch_reply(
-    line: PeerConnection, session: PeerSession, path: str, most: int, limit: ResponseDeadline
+    peer_connection: PeerConnection,
+    session: PeerSession,
+    path: str,
+    max_bytes: int,
+    limit: ResponseDeadline,
 ) -> bytes | None:
     """What a peer has found, proven by a MAC; None where it has nothing, or nothing yet.
 
     `most` is in bytes. Raises PeerRequestError, SessionUnknown.
     """
     with contextlib.ExitStack() as undo:
-        undo.callback(line.close)
+        undo.callback(peer_connection.close)
         with _convert_errors():
-            response, counter = _send_request(line, session, path, None, limit)
-            if response.length is None or response.length > most:
+            response, counter = _send_request(peer_connection, session, path, None, limit)
+            if response.length is None or response.length > max_bytes:
                 raise PeerRequestError("wrong", f"a look of {response.length} bytes")
             length, body = response.length, response.read()
             undo.pop_all()
@@ -176,7 +184,7 @@ def fetch_reply(
 
 
 def _send_request(
-    line: PeerConnection,
+    peer_connection: PeerConnection,
     session: PeerSession,
     path: str,
     chunk: ChunkRequest | None,
@@ -185,7 +193,7 @@ def _send_request(
     """The response's head, and the number that the request had."""
     span, wait, reach = (chunk.span, chunk.wait, chunk.reach) if chunk else ("", 0.0, "")
     while True:
-        counter, was_open = next(session.counter), line.is_open
+        counter, was_open = next(session.counter), peer_connection.is_open
         headers = {
             "Range": span,
             "Forestage-Session": session.name,
@@ -197,11 +205,11 @@ def _send_request(
             ),
         }
         try:
-            return line.ask("GET", path, headers, limit), counter
+            return peer_connection.fetch_response("GET", path, headers, limit), counter
         except ConnectionError:
             # The service closes a connection that was idle, perhaps just now: once more on a new
             # one, with a new number, as the service may have seen this one.
-            line.close()
+            peer_connection.close()
             if not was_open:
                 raise
 
@@ -228,7 +236,7 @@ def _parse_chunk_head(
     if has and not known:
         raise PeerRequestError("wrong", "no set of chunks")
     if known:
-        receiver.peer_has(int(known[1], 16), bool(known[2]))
+        receiver.on_peer_chunks(int(known[1], 16), bool(known[2]))
     if response.status in (http.client.NOT_FOUND, http.client.SERVICE_UNAVAILABLE):
         raise PeerRequestError("absent", f"status {response.status}")
     if response.status != http.client.PARTIAL_CONTENT:

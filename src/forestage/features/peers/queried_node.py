@@ -37,7 +37,9 @@ class PeerNodeClient:
     def __init__(self, config: Config, places: NodePaths, node: str, name: str, path: str) -> None:
         """Raises PeerError, OSError where the key file cannot be used."""
         self._prover = auth.make_authenticator(config.peers.key_file, places)
-        self._line = PeerConnection(addresses.load_addresses(config.peers, places).of(node))
+        self._line = PeerConnection(
+            addresses.load_addresses(config.peers, places).node_address(node)
+        )
         self._path = path
         self._name = name
         self._node, self._places = node, places
@@ -67,17 +69,17 @@ class PeerNodeClient:
         self._session = opened[0] if opened else None
         return bool(opened)
 
-    def ask(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
+    def query(self, more: str = "", stop: Callable[[], bool] = lambda: False) -> bytes | None:
         """What it says now, or the part of it that `more` names; None: nothing (yet).
 
         Raises PeerError, also once `stop` says so.
         """
         try:
-            return self._ask(more, stop)
+            return self._query_with_retry(more, stop)
         except PeerRequestError as error:
             raise PeerError(str(error)) from None
 
-    def _ask(self, more: str, stop: Callable[[], bool]) -> bytes | None:
+    def _query_with_retry(self, more: str, stop: Callable[[], bool]) -> bytes | None:
         for _ in range(2):
             if self._session is None:
                 self._session = protocol.open_session(self._line, self._name, self._prover, stop)

@@ -24,16 +24,16 @@ SPAN = 16  # places in the ring, on each side
 
 
 class NodeRing:
-    """The nodes of one job, for one image. `place` is each node's index in `nodes`."""
+    """The nodes of one job, for one image. `index_by_node` is each node's index in `nodes`."""
 
     def __init__(self, key: str, nodes: Sequence[str]) -> None:
-        self.nodes, self.place = _order_nodes(key, tuple(nodes))
+        self.nodes, self.index_by_node = _order_nodes(key, tuple(nodes))
 
-    def reader(self, number: int) -> str:
+    def find_reader(self, number: int) -> str:
         """The node that reads the chunk from the shared file system."""
         return self.nodes[number % len(self.nodes)]
 
-    def order(self, number: int, most: int = SPAN) -> list[str]:
+    def list_reader_and_stand_ins(self, number: int, most: int = SPAN) -> list[str]:
         """The chunk's reader, then its stand-ins: each reads the chunk if all before it are out.
 
         They are neighbours of the reader, so that they notice. Another one is the first of them in
@@ -45,20 +45,20 @@ class NodeRing:
         behind = [1 + (turn + step) % others for step in range(others)]
         return [self.nodes[(first + step) % count] for step in (0, *behind)][:most]
 
-    def neighbours(self, me: str) -> list[str]:
+    def list_neighbours(self, me: str) -> list[str]:
         """The nodes that `me` talks to, the nearest before it first."""
-        at, count = self.place[me], len(self.nodes)
+        at, count = self.index_by_node[me], len(self.nodes)
         steps = [digit * worth for worth in _place_values(count) for digit in range(1, SPAN)]
         near = [at - step for step in steps if step < count]
         near += [at + step for step in range(1, min(SPAN, count))]
         return [peer for peer in dict.fromkeys(self.nodes[at % count] for at in near) if peer != me]
 
-    def nearer(self, number: int, me: str) -> list[str]:
+    def list_nearer_neighbours(self, number: int, me: str) -> list[str]:
         """The neighbours from which a chunk should come: one digit nearer to its reader."""
-        at, count = self.place[me], len(self.nodes)
+        at, count = self.index_by_node[me], len(self.nodes)
         distance = (at - number) % count
         if count - distance < SPAN:
-            return [self.reader(number)]
+            return [self.find_reader(number)]
         digits = [distance // worth % SPAN * worth for worth in _place_values(count)]
         return [self.nodes[at - digit] for digit in digits if digit]
 

@@ -106,7 +106,7 @@ class PeerService:
     """The service's state, and its answer to each request."""
 
     def __init__(
-        self, node: Node, prover: Authenticator, counters: UploadCountWriter, name: str
+        self, node: Node, authenticator: Authenticator, counters: UploadCountWriter, name: str
     ) -> None:
         self.name = name
         self.cache = node.cache
@@ -116,33 +116,33 @@ class PeerService:
         self.clock = node.clock
         self.through = node.places.through
         self.now: Callable[[], float] = node.clock.monotonic
-        self.prover = prover
+        self.authenticator = authenticator
         self.counters = counters
         self.sessions = SessionTable()
         self.unproven = UnprovenConnections()
         self.arrivals = ChunkArrivalPoller(node.cache)
         self.reach = node.config.peers.reach
         self.peering = node.config.peers
-        self.known_copies = known_copies.RequesterTable()
-        self.first = known_copies.RequesterTable(
+        self.requesters = known_copies.RequesterTable()
+        self.first_requesters = known_copies.RequesterTable(
             known_copies.READERS, known_copies.SPECULATIVE_SECONDS, first=True
         )
-        self.takers = known_copies.RequesterTable(MAX_TAKERS)
-        self.told = known_copies.RequesterTable(
+        self.recent_takers = known_copies.RequesterTable(MAX_TAKERS)
+        self.recent_notices = known_copies.RequesterTable(
             wrong_data_notices.MAX_READERS, wrong_data_notices.REPEAT_AFTER
         )
-        self.note_at = 0.0  # not before, see _note_proof
-        self.pace = UploadRateLimit(node.config.peers.bandwidth, self.now)
+        self.next_proof_note = 0.0  # not before, see _note_proof
+        self.upload_rate = UploadRateLimit(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(MAX_UPLOADS)
         self.decoders = asyncio.Semaphore(MAX_DECODERS)
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle_request(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers any request. Every expected error ends here."""
         try:
-            return await self._answer(request)
+            return await self._dispatch_request(request)
         except _HttpRefusal as refused:
             if refused.why:
-                self.counters.refused(request.remote or "", refused.why)
+                self.counters.count_refusal(request.remote or "", refused.why)
             return web.Response(status=refused.status)
         except OSError as error:  # of the cache's disk, or the client has gone
             if error.errno == errno.EIO:  # it may not read the kernel's log, nor write to the cache
@@ -151,12 +151,12 @@ class PeerService:
                         self.places, self.clock, "the peer service could not read a chunk"
                     )
             if not isinstance(error, ConnectionError):
-                self.counters.refused(request.remote or "", str(error))
+                self.counters.count_refusal(request.remote or "", str(error))
             if request.transport is not None:  # half of the response may be sent already
                 request.transport.abort()
             return web.Response(status=500)
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _dispatch_request(self, request: web.BaseRequest) -> web.StreamResponse:
         # raw_path as it was sent: no decoding of percent signs goes round the pattern.
         if (request.method, request.raw_path) == ("POST", "/v1/session"):
             return await self._open_session(request)
@@ -172,12 +172,12 @@ class PeerService:
             return self._answer_notice(request, wrong[1], wrong[2])
         if chunk is None:
             raise _HttpRefusal(404)
-        ask = self._authenticated(request, chunk[1], int(chunk[2]))
+        ask = self._authenticate(request, chunk[1], int(chunk[2]))
         self.unproven.discard(request.protocol)
         try:
             return await self._answer_chunk(request, ask)
         except _HttpRefusal as refused:
-            has = self._has(ask)
+            has = self._format_has_header(ask)
             mac = auth.response_mac(ask.session.secret, ask.counter, refused.status, has)
             return web.Response(
                 status=refused.status, headers={"Forestage-Has": has, "Forestage-Mac": mac}
@@ -191,7 +191,7 @@ class PeerService:
             self.sessions.add(session)
         except BadCredential as refused:
             raise _HttpRefusal(403, str(refused)) from None
-        self.counters.session_opened()
+        self.counters.count_session()
         self.unproven.discard(request.protocol)
         opened = SessionReply(session.id, auth.session_mac(session.secret, session.id))
         return web.Response(body=msgspec.json.encode(opened))
@@ -212,13 +212,13 @@ class PeerService:
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError
             try:
-                return await asyncio.to_thread(self.prover.read, text)
+                return await asyncio.to_thread(self.authenticator.read_credential, text)
             except BadCredential as refused:
                 raise _HttpRefusal(403, str(refused)) from None
             except ForestageError as failed:  # munge is not installed (any more)
                 raise _HttpRefusal(503, str(failed)) from None
 
-    def _authenticated(
+    def _authenticate(
         self, request: web.BaseRequest, key: str, number: int
     ) -> _AuthenticatedRequest:
         """The request, if its MAC is right and it did not come before. Raises _Refused."""
@@ -233,8 +233,8 @@ class PeerService:
         if not auth.is_same_mac(right, headers.get("Forestage-Mac", "")):
             raise _HttpRefusal(403, "a wrong MAC on a request")
         self.sessions.touch(session, self.now())
-        self._note_proof(request, session)
-        if not session.is_new(int(counter)):
+        self._record_proof(request, session)
+        if not session.try_use_counter(int(counter)):
             raise _HttpRefusal(403, "a request a second time")
         if session.key != key:
             raise _HttpRefusal(403, f"a session for {session.key} asks for {key}")
@@ -246,14 +246,14 @@ class PeerService:
             session, int(counter), number, span, min(MAX_CHUNK_WAIT, seconds), reach, node
         )
 
-    def _note_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
+    def _record_proof(self, request: web.BaseRequest, session: ClientSession) -> None:
         """Note, now and then, that another node has this one's key: its MAC was right."""
         transport = request.transport
         own = transport.get_extra_info("sockname") if transport else None
         # A connection from one address of this host to another one has the same at both ends.
-        if own is None or own[0] == session.client or self.now() < self.note_at:
+        if own is None or own[0] == session.client or self.now() < self.next_proof_note:
             return
-        self.note_at = self.now() + NOTE_EVERY
+        self.next_proof_note = self.now() + NOTE_EVERY
         names: dict[str, str] = {}
         with contextlib.suppress(OSError):
             listed = node_list.read_addresses(self.places, self.clock.wall())
@@ -265,65 +265,67 @@ class PeerService:
         self, request: web.BaseRequest, route: ServiceRoute, found: re.Match[str]
     ) -> web.Response:
         """Give what another feature's service.py finds for a session of this key."""
-        ask = self._authenticated(request, found["key"], 0)
+        ask = self._authenticate(request, found["key"], 0)
         self.unproven.discard(request.protocol)
         try:
-            body = route.open(self.service_facts, found)
+            body = route.open_reply(self.service_facts, found)
             if isinstance(body, bytes):
-                return self._proven(ask, body)
+                return self._make_proven_response(ask, body)
             with body as file:
                 size = os.fstat(file.fileno()).st_size
                 async with self._upload_slot(size, self.now() + MAX_CHUNK_WAIT):
-                    return self._proven(ask, file.read())
+                    return self._make_proven_response(ask, file.read())
         except (FileNotFoundError, NotADirectoryError, records.DamagedRecord):
             mac = auth.response_mac(ask.session.secret, ask.counter, 404, "")
             return web.Response(status=404, headers={"Forestage-Mac": mac})
 
     def _answer_copies(self, request: web.BaseRequest, key: str, node: str | None) -> web.Response:
         """Says who may have a copy, and remembers who asks."""
-        ask = self._authenticated(request, key, 0)
+        ask = self._authenticate(request, key, 0)
         self.unproven.discard(request.protocol)
         if self.reach != "cluster":
             raise _HttpRefusal(404)
         known = local_chunks.read_copy_state(self.cache, key)
-        has = bool(known.for_other_jobs(known.here())) and not self._is_off()
+        has = bool(known.chunks_for_other_jobs(known.chunks_here())) and not self._is_off()
         about = key, node, self.now()
         answer = known_copies.KnownCopiesReply(
-            has, self.known_copies.ask(*about), self.first.ask(*about)
+            has,
+            self.requesters.record_and_list(*about),
+            self.first_requesters.record_and_list(*about),
         )
-        return self._proven(ask, msgspec.json.encode(answer))
+        return self._make_proven_response(ask, msgspec.json.encode(answer))
 
     def _answer_notice(self, request: web.BaseRequest, key: str, reader: str) -> web.Response:
         """Gives on nothing more of what the reader read, and tells those who got any of it."""
-        ask = self._authenticated(request, key, 0)
+        ask = self._authenticate(request, key, 0)
         self.unproven.discard(request.protocol)
-        if reader not in self.told.ask(key, None, self.now()):
-            self.told.ask(key, reader, self.now())
+        if reader not in self.recent_notices.record_and_list(key, None, self.now()):
+            self.recent_notices.record_and_list(key, reader, self.now())
             if wrong_data_notices.chunks_read_by(
-                local_chunks.read_copy_state(self.cache, key).noted, reader, self.name
+                local_chunks.read_copy_state(self.cache, key).read_by, reader, self.name
             ):
                 wrong_data_notices.record_notice(self.places, key, reader)
-            takers = self.takers.ask(key, None, self.now())
+            takers = self.recent_takers.record_and_list(key, None, self.now())
             log.write_log_line(f"peer key={key} reader={reader} read wrong bytes", by_slurm=False)
             said = (
                 addresses.load_addresses(self.peering, self.places),
                 takers,
                 key,
                 reader,
-                self.prover,
+                self.authenticator,
             )
             asyncio.get_running_loop().run_in_executor(None, wrong_data_notices.send_notices, *said)
-        return self._proven(ask, b"{}")
+        return self._make_proven_response(ask, b"{}")
 
-    def _wrong(self, key: str) -> int:
+    def _wrong_chunks(self, key: str) -> int:
         """The chunks that are known to be wrong; -1 is all."""
         found = 0
         for reader in wrong_data_notices.read_wrong_readers(self.places, key):
             known = local_chunks.read_copy_state(self.cache, key)
-            found |= wrong_data_notices.chunks_read_by(known.noted, reader, self.name)
+            found |= wrong_data_notices.chunks_read_by(known.read_by, reader, self.name)
         return found
 
-    def _proven(self, ask: _AuthenticatedRequest, body: bytes) -> web.Response:
+    def _make_proven_response(self, ask: _AuthenticatedRequest, body: bytes) -> web.Response:
         digest = hashlib.sha256(body).hexdigest()
         mac = auth.response_mac(ask.session.secret, ask.counter, 200, "", digest, len(body))
         headers = {"Forestage-Digest": digest, "Forestage-Mac": mac}
@@ -333,48 +335,57 @@ class PeerService:
         self, request: web.BaseRequest, ask: _AuthenticatedRequest
     ) -> web.StreamResponse:
         end = self.now() + ask.wait
-        found = await self._find(ask, end)
+        found = await self._wait_for_chunk(ask, end)
         with found.file:
-            self._must_fit(ask, found)
+            self._check_same_span(ask, found)
             async with self._upload_slot(found.size, end):
-                return await self._respond(request, ask, found)
+                return await self._send_chunk(request, ask, found)
 
-    async def _find(self, ask: _AuthenticatedRequest, end: float) -> PresentChunk:
+    async def _wait_for_chunk(self, ask: _AuthenticatedRequest, end: float) -> PresentChunk:
         """The chunk, at once or when it arrives. Raises _Refused."""
         known = local_chunks.read_copy_state(self.cache, ask.session.key)
         # What arrives only after this look may be anybody's.
-        if not self._may_leave(ask, known, known.here(ask.number)) >> ask.number & 1:
+        if (
+            not self._chunks_for_requester(ask, known, known.chunks_here(ask.number)) >> ask.number
+            & 1
+        ):
             raise _HttpRefusal(404)
         found: ChunkState = local_chunks.locate_chunk(self.cache, ask.session.key, ask.number)
         if isinstance(found, PendingChunk):
-            self._must_fit(ask, found)
+            self._check_same_span(ask, found)
             if ask.wait:  # else it only wants to know what is here
                 arrival_map.request_chunk_soon(self.through / ask.session.key, ask.number)
-            await self.arrivals.wait(ask.session.key, ask.number, end - self.now())
+            await self.arrivals.wait_for_chunk(ask.session.key, ask.number, end - self.now())
             found = local_chunks.locate_chunk(self.cache, ask.session.key, ask.number)
         if not isinstance(found, PresentChunk):
-            raise _HttpRefusal(416 if isinstance(found, AbsentChunk) and found.beyond else 404)
+            raise _HttpRefusal(
+                416 if isinstance(found, AbsentChunk) and found.is_beyond_end else 404
+            )
         return found
 
-    def _may_leave(self, ask: _AuthenticatedRequest, known: LocalCopyState, here: int) -> int:
+    def _chunks_for_requester(
+        self, ask: _AuthenticatedRequest, known: LocalCopyState, here: int
+    ) -> int:
         """Of what is here, the chunks that who asks may have; its own job also what comes later."""
         if self._is_off():
             return 0
-        right = ~self._wrong(ask.session.key)
+        right = ~self._wrong_chunks(ask.session.key)
         if ask.reach != "cluster":
             return right
-        return known.for_other_jobs(here & right) if self.reach == "cluster" else 0
+        return known.chunks_for_other_jobs(here & right) if self.reach == "cluster" else 0
 
     def _is_off(self) -> bool:
         """Return whether the admin has switched this node's staging off: its bytes may be why."""
         return bool(switch.find_off_file_reason(self.places, self.clock.wall()))
 
-    def _must_fit(self, ask: _AuthenticatedRequest, found: PresentChunk | PendingChunk) -> None:
+    def _check_same_span(
+        self, ask: _AuthenticatedRequest, found: PresentChunk | PendingChunk
+    ) -> None:
         """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
         if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
             raise _HttpRefusal(416)
 
-    def _has(self, ask: _AuthenticatedRequest) -> str:
+    def _format_has_header(self, ask: _AuthenticatedRequest) -> str:
         """The chunks that are in: hex, bit 5 for chunk 5; "" without a copy.
 
         A `!` behind it says that the source fails here, so that others read in this node's stead,
@@ -384,9 +395,9 @@ class PeerService:
         failed = "!" if local_chunks.has_source_failed(self.cache, ask.session.key) else ""
         if not known.digests:
             return ""
-        here = known.here()
-        reader = (known.noted and known.noted.reader(ask.number)) or self.name
-        return f"{here & self._may_leave(ask, known, here):x}{failed}@{reader}"
+        here = known.chunks_here()
+        reader = (known.read_by and known.read_by.find_reader(ask.number)) or self.name
+        return f"{here & self._chunks_for_requester(ask, known, here):x}{failed}@{reader}"
 
     @contextlib.asynccontextmanager
     async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:
@@ -396,17 +407,17 @@ class PeerService:
         except asyncio.TimeoutError:
             raise _HttpRefusal(503) from None
         try:
-            if not await self.pace.wait_turn(size, end):
+            if not await self.upload_rate.wait_for_turn(size, end):
                 raise _HttpRefusal(503)
             yield
         finally:
             self.uploads.release()
 
-    async def _respond(
+    async def _send_chunk(
         self, request: web.BaseRequest, ask: _AuthenticatedRequest, found: PresentChunk
     ) -> web.StreamResponse:
         digest = found.digest.hex()
-        has = self._has(ask)
+        has = self._format_has_header(ask)
         mac = auth.response_mac(ask.session.secret, ask.counter, 206, has, digest, found.size)
         response = web.StreamResponse(
             status=206,
@@ -415,17 +426,17 @@ class PeerService:
         response.content_length = found.size
         limit = GRACE + found.size / SLOWEST
         try:
-            await asyncio.wait_for(self._upload(request, response, found), limit)
+            await asyncio.wait_for(self._send_file_range(request, response, found), limit)
         except asyncio.TimeoutError:
             raise ConnectionResetError from None
         ask.session.chunks += 1
         ask.session.bytes += found.size
         if ask.node:
-            self.takers.ask(ask.session.key, ask.node, self.now())
-        self.counters.uploaded(ask.session.key, found.size)
+            self.recent_takers.record_and_list(ask.session.key, ask.node, self.now())
+        self.counters.count_chunk(ask.session.key, found.size)
         return response
 
-    async def _upload(
+    async def _send_file_range(
         self, request: web.BaseRequest, response: web.StreamResponse, found: PresentChunk
     ) -> None:
         os.posix_fadvise(found.file.fileno(), found.start, found.size, os.POSIX_FADV_WILLNEED)
@@ -437,15 +448,15 @@ class PeerService:
         await loop.sendfile(request.transport, found.file, found.start, found.size)
         await response.write_eof()
 
-    def tidy(self) -> None:
+    def expire_and_flush(self) -> None:
         """Ends what is due; called once a second."""
-        self.unproven.expire(self.now())
-        self.sessions.expire(self.now())
+        self.unproven.cut_expired(self.now())
+        self.sessions.end_expired(self.now())
         self.counters.flush()
 
     def close(self) -> None:
         """Ends all sessions, and writes the last counts."""
-        self.sessions.end()
+        self.sessions.end_sessions()
         self.counters.flush()
 
 
@@ -457,7 +468,7 @@ class UploadRateLimit:
         self._now = now
         self._free_at = 0.0
 
-    async def wait_turn(self, size: int, end: float) -> bool:
+    async def wait_for_turn(self, size: int, end: float) -> bool:
         """Waits until `size` bytes may go; False, at once, where that is later than `end`."""
         if self._rate is None:
             return True
@@ -480,7 +491,7 @@ class _HttpLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, http_exceptions.HttpProcessingError):
-            self.counters.refused("", type(error).__name__)
+            self.counters.count_refusal("", type(error).__name__)
         else:  # with its traceback
             log.write_log_line(self.format(record), by_slurm=False)
 
@@ -492,7 +503,7 @@ class _HttpServer(web.Server):
         logger = logging.Logger("peer")  # has no parent: nobody else gets its records
         logger.addHandler(_HttpLogHandler(service.counters))
         super().__init__(
-            service.handle,
+            service.handle_request,
             access_log=None,
             logger=logger,
             keepalive_timeout=CONNECTION_IDLE,
@@ -547,7 +558,9 @@ async def _serve_until_stopped(
     service: PeerService, sockets: list[socket.socket], renew_sign: Callable[[], None]
 ) -> None:
     runner = web.ServerRunner(_HttpServer(service), shutdown_timeout=SHUTDOWN)
-    _report_loop_errors(asyncio.get_running_loop(), lambda why: service.counters.refused("", why))
+    _report_loop_errors(
+        asyncio.get_running_loop(), lambda why: service.counters.count_refusal("", why)
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -557,12 +570,12 @@ async def _serve_until_stopped(
     where = " ".join(str(one.getsockname()[:2]) for one in sockets)
     log.write_log_line(f"peer serves at {where}", by_slurm=False)
     while not stop.is_set():
-        service.tidy()
+        service.expire_and_flush()
         with contextlib.suppress(OSError):  # of a full /run: the lock says it as well
             renew_sign()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), 1.0)
-    service.arrivals.end()
+    service.arrivals.wake_waiters()
     await runner.cleanup()
     service.close()
 

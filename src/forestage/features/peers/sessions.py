@@ -40,7 +40,7 @@ class ClientSession:
         self._highest = -1
         self._seen = 0  # bit n: the request `_highest` - n has come
 
-    def is_new(self, counter: int) -> bool:
+    def try_use_counter(self, counter: int) -> bool:
         """Notes a request's number. False where it came before, or is too old to tell."""
         ahead = counter - self._highest
         if ahead > 0:
@@ -88,11 +88,11 @@ class SessionTable:
         if session.id in self._by_id:
             self._by_id.move_to_end(session.id)
 
-    def expire(self, now: float) -> None:
+    def end_expired(self, now: float) -> None:
         """Ends those that were not used for SESSION_IDLE."""
         self._end_while(lambda oldest: now - oldest.used > SESSION_IDLE)
 
-    def end(self) -> None:
+    def end_sessions(self) -> None:
         """Ends all, because the service is being stopped."""
         self._end_while(lambda oldest: True)
 
@@ -126,7 +126,7 @@ class UnprovenConnections:
         """It has proven itself, or has gone."""
         self._since.pop(name, None)
 
-    def expire(self, now: float) -> None:
+    def cut_expired(self, now: float) -> None:
         """Cuts those whose time is over, whatever they are doing."""
         while self._since and now - next(iter(self._since.values()))[0] > PROOF_TIMEOUT:
             self._cut_oldest()

@@ -18,7 +18,7 @@ def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     Raises OSError.
     """
     config = facts.config
-    if config is None or facts.is_apart:
+    if config is None or facts.is_feature_host:
         return
     if node_list.should_renew(config, facts.places, facts.clock):
         yield TendPart(

@@ -29,7 +29,7 @@ class UploadCounts(msgspec.Struct):
     refused: int = 0
     keys: dict[str, int] = {}
 
-    def of(self, key: str) -> int:
+    def key_bytes(self, key: str) -> int:
         """Bytes of one key that were given away, as far as that is known."""
         return self.keys.get(key, 0)
 
@@ -49,10 +49,10 @@ class UploadCountWriter:
         self._unlogged = 0
         self._last = ""
 
-    def session_opened(self) -> None:
+    def count_session(self) -> None:
         self._uploaded.sessions += 1
 
-    def uploaded(self, key: str, size: int) -> None:
+    def count_chunk(self, key: str, size: int) -> None:
         counts = self._uploaded
         counts.chunks += 1
         counts.bytes += size
@@ -60,7 +60,7 @@ class UploadCountWriter:
         if len(counts.keys) > KEYS:
             del counts.keys[next(iter(counts.keys))]
 
-    def refused(self, client: str, why: str) -> None:
+    def count_refusal(self, client: str, why: str) -> None:
         """Logged with the next `flush`, so that strangers cannot fill the log."""
         self._uploaded.refused += 1
         self._unlogged += 1

@@ -16,7 +16,7 @@ class UploadTotals(msgspec.Struct):
     given: UploadCounts = msgspec.field(default_factory=lambda: UploadCounts(0.0))
     last_given: UploadCounts = msgspec.field(default_factory=lambda: UploadCounts(0.0))
 
-    def add(self, now: UploadCounts | None) -> None:
+    def add_since_last(self, now: UploadCounts | None) -> None:
         """Count what was sent since the last call."""
         if now is None:
             return

@@ -78,7 +78,11 @@ def list_keys_with_notices(places: NodePaths) -> Iterator[str]:
 
 
 def send_notices(
-    addresses: AddressFinder, nodes: Iterable[str], key: str, reader: str, prover: Authenticator
+    addresses: AddressFinder,
+    nodes: Iterable[str],
+    key: str,
+    reader: str,
+    authenticator: Authenticator,
 ) -> None:
     """Tells these nodes, one after the other; who is out of reach is not told."""
     for node in nodes:
@@ -87,11 +91,11 @@ def send_notices(
         def late(until: float = until) -> bool:
             return time.monotonic() > until
 
-        line = PeerConnection(addresses.of(node))
+        line = PeerConnection(addresses.node_address(node))
         with (
             contextlib.suppress(PeerRequestError, protocol.SessionUnknown),
             contextlib.closing(line),
         ):
-            session = protocol.open_session(line, key, prover, late)
+            session = protocol.open_session(line, key, authenticator, late)
             limit = ResponseDeadline(0.0, until, late)
             protocol.fetch_reply(line, session, f"/v1/wrong/{key}/{reader}", MAX_REPLY_BYTES, limit)

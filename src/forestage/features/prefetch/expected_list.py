@@ -85,16 +85,16 @@ def write_list(places: NodePaths, found: ExpectedImageList) -> None:
     records.write(locate_list(places), msgspec.json.encode(found))
 
 
-def fetch_list(at: ServiceAddress, prover: Authenticator) -> ExpectedImageList:
+def fetch_list(address: ServiceAddress, authenticator: Authenticator) -> ExpectedImageList:
     """What the host says now, within PATIENCE. Raises PeerError."""
     until = time.monotonic() + PATIENCE
 
     def late() -> bool:
         return time.monotonic() > until
 
-    line, host = PeerConnection(at), at.host
+    line, host = PeerConnection(address), address.host
     try:
-        session = protocol.open_session(line, KEY, prover, late)
+        session = protocol.open_session(line, KEY, authenticator, late)
         body = protocol.fetch_reply(
             line, session, f"/v1/{KEY}", MAX_REPLY_BYTES, ResponseDeadline(PATIENCE, until, late)
         )

@@ -30,7 +30,7 @@ def _list_sentences(facts: "ExplainFacts") -> Iterator[str]:
         spared = outcome.ahead * outcome.copying / fetched if known else 0.0
         since = format_local_time(outcome.expected)
         yield f"expected since {since}: {here}{_format_saving(spared)}"
-    copy = facts.ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
+    copy = facts.copies_ahead.get(outcome.key) if isinstance(outcome, RequestOutcome) else None
     if (
         isinstance(outcome, RequestOutcome)
         and copy

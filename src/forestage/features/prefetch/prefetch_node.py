@@ -65,11 +65,11 @@ class PrefetchNodePass(msgspec.Struct, frozen=True):
 
 
 def run_node_pass(
-    node: Node, slurm: SlurmClient, ask: ListFetcher, dry_run: bool
+    node: Node, slurm: SlurmClient, fetch_list: ListFetcher, dry_run: bool
 ) -> PrefetchNodePass:
     """One pass. Raises OSError, Failed where the node is at fault."""
     now = node.clock.wall()
-    listed, silent = fetch_or_keep_list(node, ask, dry_run)
+    listed, silent = fetch_or_keep_list(node, fetch_list, dry_run)
     idle = _explain_idle(node, slurm) if listed else "there is no list"
     if not dry_run:
         prefetch_record.record_pass(node.places, silent, idle)
@@ -78,21 +78,21 @@ def run_node_pass(
     done = PrefetchNodePass(dry_run, silent, idle, expires=listed.expires)
     own = _NodePassRun(node, slurm, listed, dry_run, now)
     if not idle:
-        own.settle()
-        own.look()
-        own.mark()
-        own.copy()
-    return msgspec.structs.replace(done, decisions=tuple(own.decisions()))
+        own.record_ended_copies()
+        own.inspect_due_images()
+        own.update_use_times()
+        own.start_best_copy()
+    return msgspec.structs.replace(done, decisions=tuple(own.list_decisions()))
 
 
 def fetch_or_keep_list(
-    node: Node, ask: ListFetcher, dry_run: bool
+    node: Node, fetch_list: ListFetcher, dry_run: bool
 ) -> tuple[ExpectedImageList | None, str]:
     """The list that counts now, and why the host gave no newer one. Raises OSError."""
     now, silent = node.clock.wall(), ""
     known = expected_list.find_list(node.places)
     try:
-        told = ask()
+        told = fetch_list()
         silent = expected_list.explain_list_refusal(told, known, now)
         if not silent:
             if not dry_run:
@@ -154,60 +154,60 @@ class _NodePassRun:
         self.images = select_wanted_images(listed, slurm.node)
         self.made = listed.made
         named = [(image, user) for image, users in self.images.items() for user, _ in users]
-        self.marks = prefetch_record.read_record(node.places).naming(named, now)
+        self.record = prefetch_record.read_record(node.places).without_unnamed(named, now)
         self.states: dict[str, str] = {}
 
-    def look(self) -> None:
+    def inspect_due_images(self) -> None:
         """Opens what is due, as its users, most expected first."""
         left = MAX_INSPECTIONS
         by_starts = sorted(self.images.items(), key=lambda one: -_sum_starts(one[1]))
         for image, users in by_starts:
             for user, _ in users:
-                known = self.marks.look(image, user)
+                known = self.record.find_inspection(image, user)
                 if prefetch_record.is_inspection_due(known, self.now) and left:
                     left -= 1
                     before = known or ImageInspection(image, user, self.now, self.made)
                     known = inspect_image(self.node, before, self.now)
-                    self._keep(self.marks.with_look(known))
+                    self._save_record(self.record.with_inspection(known))
                 if known is not None and not known.why:
                     break  # whoever else wants it
 
-    def wanted(self) -> dict[str, WantedImage]:
+    def list_wanted(self) -> dict[str, WantedImage]:
         """What could be copied, by its key."""
         found: dict[str, WantedImage] = {}
         for image, users in self.images.items():
-            if (one := self._opened(image)) is not None:
+            if (one := self._find_opened(image)) is not None:
                 before = found[one.key].starts if one.key in found else 0.0
                 found[one.key] = WantedImage(one.size, one.user, before + _sum_starts(users))
         return found
 
-    def _opened(self, image: str) -> ImageInspection | None:
+    def _find_opened(self, image: str) -> ImageInspection | None:
         """The look of the first of its users who could open it."""
-        looks = (self.marks.look(image, user) for user, _ in self.images[image])
+        looks = (self.record.find_inspection(image, user) for user, _ in self.images[image])
         return next((one for one in looks if one is not None and not one.why), None)
 
-    def mark(self) -> None:
+    def update_use_times(self) -> None:
         """Says of the copies that no job has used whether they are expected still.
 
         If so, they count as used when they were made, else as never used: the first to go.
         """
-        wanted, leased = self.wanted(), self.node.leases.leased_keys()
+        wanted, leased = self.list_wanted(), self.node.leases.leased_keys()
         for one in self.node.cache.list_entries():
             if one.entry is None:
                 continue
             if not one.is_unused or one.key in leased:
-                self._was_used(one.key)
+                self._forget_tries(one.key)
                 continue
             used = one.entry.created if one.key in wanted else 0.0
             if bool(used) != bool(one.used) and not self.dry_run:
                 with contextlib.suppress(FileNotFoundError):  # evicted this moment
                     self.node.cache.record_use(one.key, used)
 
-    def settle(self) -> None:
+    def record_ended_copies(self) -> None:
         """Notes how copies ended that earlier passes began: nobody has waited for them."""
         begun = {
             one.key: one
-            for one in self.marks.looks
+            for one in self.record.looks
             if one.begun and lock.is_free(self.node.cache.key_lock(one.key))
         }
         ends = _read_copy_ends(self.node, begun) if begun else {}
@@ -218,48 +218,52 @@ class _NodePassRun:
                 over = msgspec.structs.replace(over, tries=found.tries + 1)
             elif end is not None and end.reason not in ("stopped", "no-room", "disabled"):
                 over = with_refusal(over, self.now, end.detail or end.reason)
-            self._keep(self.marks.with_look(over))
+            self._save_record(self.record.with_inspection(over))
 
-    def copy(self) -> None:
+    def start_best_copy(self) -> None:
         """Begins to copy the image that the policy names; its copy goes on by itself."""
         if any(
             one.expected for one in copy_queue.list_live_copies(self.node)
         ):  # none that stalls is there
             return
         for _ in self.images:  # what was replaced a moment ago is chosen anew
-            held, room = self.room()
+            held, room = self.measure_room()
             tried = {
                 one.key
-                for one in self.marks.looks
+                for one in self.record.looks
                 if one.tries >= prefetch_record.MAX_TRIES or one.begun
             }
             wanted = {
-                key: one for key, one in self.wanted().items() if key in held or key not in tried
+                key: one
+                for key, one in self.list_wanted().items()
+                if key in held or key not in tried
             }
             chosen = policy.choose_copy(wanted, held, room, self.node.clock.wall())
             if chosen is None or _explain_idle(self.node, self.slurm):
                 return
-            image = next(one for one in self.images if self._key(one) == chosen.image)
-            if not self._is_still(image, chosen.image):
+            image = next(one for one in self.images if self._find_key(one) == chosen.image)
+            if not self._is_still_same(image, chosen.image):
                 continue
             if self.dry_run:
                 self.states[image] = "would be copied next"
                 return
-            self.stage(image, chosen.stay)
+            self.start_copy(image, chosen.stay)
             return
 
-    def _key(self, image: str) -> str:
-        found = self._opened(image)
+    def _find_key(self, image: str) -> str:
+        found = self._find_opened(image)
         return found.key if found else ""
 
-    def _is_still(self, image: str, key: str) -> bool:
+    def _is_still_same(self, image: str, key: str) -> bool:
         """Looks again, just before the copy: since it was chosen it may have been replaced."""
-        found = self._opened(image)
+        found = self._find_opened(image)
         assert found is not None
-        self._keep(self.marks.with_look(inspect_image(self.node, found, self.node.clock.wall())))
-        return self._key(image) == key
+        self._save_record(
+            self.record.with_inspection(inspect_image(self.node, found, self.node.clock.wall()))
+        )
+        return self._find_key(image) == key
 
-    def room(self) -> tuple[dict[str, HeldCopy], int]:
+    def measure_room(self) -> tuple[dict[str, HeldCopy], int]:
         """What is here, copies under way included, and the room for all of it in bytes."""
         cache = self.node.cache
         stored = cache.list_entries()
@@ -275,41 +279,45 @@ class _NodePassRun:
         # Above the low watermark, the Epilog would evict it again.
         return found, evict.measure_space(cache, stored, self.node.config).low
 
-    def stage(self, image: str, stay: frozenset[str]) -> None:
+    def start_copy(self, image: str, stay: frozenset[str]) -> None:
         """Begins to copy one image."""
-        found = self._opened(image)
+        found = self._find_opened(image)
         assert found is not None
         node = self.node.with_config(bandwidth=_limit_bandwidth(self.node))
         job = stage_images.make_placeholder_job(read_user(found.user), self.slurm.node)
         job = msgspec.structs.replace(job, expected=found.since, keys_to_keep=stay)
         # To the millisecond, as the event has it that tells the end.
         begun = msgspec.structs.replace(found, begun=round(self.node.clock.wall(), 3))
-        self._keep(self.marks.with_look(begun))
+        self._save_record(self.record.with_inspection(begun))
         (done,) = stage_images.copy_images(node, job, [image], 0.0, lambda _: None).images
         self.states[image] = done.result
         if not done.is_here and done.result != "copying":
-            # There is no copy of which `settle` would find the end.
+            # There is no copy of which `record_ended_copies` would find the end.
             ended = with_refusal(found, self.now, done.detail or done.reason)
             is_for_now = done.reason in ("stopped", "no-room", "disabled")
-            self._keep(self.marks.with_look(found if is_for_now else ended))
+            self._save_record(self.record.with_inspection(found if is_for_now else ended))
 
-    def _was_used(self, key: str) -> None:
+    def _forget_tries(self, key: str) -> None:
         """Forgets how often an image was copied in vain, as a job has used it since."""
-        for one in self.marks.looks:
+        for one in self.record.looks:
             if one.key == key and one.tries:
-                self._keep(self.marks.with_look(msgspec.structs.replace(one, tries=0)))
+                self._save_record(
+                    self.record.with_inspection(msgspec.structs.replace(one, tries=0))
+                )
 
-    def _keep(self, found: PrefetchRecord) -> None:
-        if found != self.marks and not self.dry_run:
+    def _save_record(self, found: PrefetchRecord) -> None:
+        if found != self.record and not self.dry_run:
             prefetch_record.write_record(self.node.places, found)
-        self.marks = found
+        self.record = found
 
-    def decisions(self) -> Iterator[PrefetchDecision]:
+    def list_decisions(self) -> Iterator[PrefetchDecision]:
         """What becomes of each image of the list here."""
         here = {one.key for one in _list_entries(self.node)}
         for image, users in sorted(self.images.items(), key=lambda one: -_sum_starts(one[1])):
-            found = self._opened(image)
-            last = next(filter(None, (self.marks.look(image, user) for user, _ in users)), None)
+            found = self._find_opened(image)
+            last = next(
+                filter(None, (self.record.find_inspection(image, user) for user, _ in users)), None
+            )
             state, why = "not looked at", ""
             if found is not None:
                 state = "copying" if found.begun else "not expected enough, or no room"

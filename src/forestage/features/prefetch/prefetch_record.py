@@ -47,14 +47,14 @@ class PrefetchRecord(msgspec.Struct, frozen=True):
     silent: str = ""
     idle: str = ""
 
-    def look(self, image: str, user: int) -> ImageInspection | None:
+    def find_inspection(self, image: str, user: int) -> ImageInspection | None:
         return next((one for one in self.looks if (one.image, one.user) == (image, user)), None)
 
-    def with_look(self, look: ImageInspection) -> "PrefetchRecord":
+    def with_inspection(self, look: ImageInspection) -> "PrefetchRecord":
         others = (one for one in self.looks if (one.image, one.user) != (look.image, look.user))
         return msgspec.structs.replace(self, looks=(*others, look))
 
-    def naming(self, named: Iterable[tuple[str, int]], now: float) -> "PrefetchRecord":
+    def without_unnamed(self, named: Iterable[tuple[str, int]], now: float) -> "PrefetchRecord":
         """The looks of images and users that are named now, or were tried in vain lately."""
         kept = frozenset(named)
         looks = tuple(

@@ -35,12 +35,13 @@ class ImageResult(msgspec.Struct, frozen=True, omit_defaults=True):
 class JobImagesStatus(msgspec.Struct, frozen=True):
     """A job's images at one moment, judged as if no copy went on.
 
-    `waits`: the copy of one has not ended, as far as the events say. `live`: it is under way.
+    `has_unended_copy`: the copy of one has not ended, as far as the events say. `has_live_copy`: it
+    is under way.
     """
 
     images: tuple[ImageResult, ...]
-    waits: bool = False
-    live: bool = False
+    has_unended_copy: bool = False
+    has_live_copy: bool = False
 
 
 def read_job_images(

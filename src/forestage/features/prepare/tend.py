@@ -21,7 +21,7 @@ def warmed_sign_path(places: NodePaths) -> Path:
 def each_minute(facts: TendFacts) -> Iterator[TendPart]:
     """Yield what begins their copies, until all of them were here once since the boot."""
     config, done = facts.config, warmed_sign_path(facts.places)
-    if config is None or facts.is_apart:
+    if config is None or facts.is_feature_host:
         return
     if config.warm_at_boot and not done.exists():
         words = ("stage", "--within", "0")  # which ends with 1 while one is not here yet

@@ -38,13 +38,15 @@ class WarmNodeReport(msgspec.Struct, frozen=True):
     images: tuple[ImageResult, ...]
 
 
-def wait_for_copies(look: Callable[[], JobImagesStatus], clock: Clock) -> tuple[ImageResult, ...]:
+def wait_for_copies(
+    read_images: Callable[[], JobImagesStatus], clock: Clock
+) -> tuple[ImageResult, ...]:
     """Returns when no image is being copied any more."""
     without_copy = 0
     while True:
-        seen = look()
-        without_copy = 0 if seen.live else without_copy + 1
-        if not seen.waits or without_copy == TRIES:
+        seen = read_images()
+        without_copy = 0 if seen.has_live_copy else without_copy + 1
+        if not seen.has_unended_copy or without_copy == TRIES:
             return seen.images
         clock.sleep(POLL_INTERVAL)
 
@@ -82,7 +84,7 @@ def _results_for_user(
             events.read_user_events(places, os.geteuid()), job, images
         )
         waits = any(one.result == "copying" for one in found)
-        return JobImagesStatus(found, waits, live=clock.monotonic() < until)
+        return JobImagesStatus(found, waits, has_live_copy=clock.monotonic() < until)
 
     if any(event.job == job for event in events.read_user_events(places, os.geteuid())):
         return wait_for_copies(look, clock)

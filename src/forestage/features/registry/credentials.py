@@ -35,7 +35,7 @@ class RegistryLogin(msgspec.Struct, frozen=True):
     password: str
 
     @property
-    def basic(self) -> str:
+    def basic_authorization(self) -> str:
         """The value of an Authorization header."""
         pair = f"{self.user}:{self.password}".encode(errors="surrogateescape")
         return f"Basic {base64.b64encode(pair).decode()}"

@@ -83,12 +83,12 @@ class EnrootImport:
         argv = ("enroot", "import", "--output", os.fspath(part), "--", uri)
         self._program = run.start_in_current_session(argv, self._variables)
 
-    def runs(self, timeout: float) -> bool:
+    def is_running_after(self, timeout: float) -> bool:
         """Whether it goes on, after so many seconds at most."""
         poll = select.poll()
         poll.register(self._program.out, select.POLLIN)
         if poll.poll(timeout * 1000):
-            self._read()
+            self._read_stderr()
         return self._program.exit_code is None
 
     def kill(self, is_signalled: bool = False) -> None:
@@ -122,32 +122,32 @@ class EnrootImport:
             self.clock.sleep(PAUSE)
         pid_namespace.signal_other_processes(signal.SIGKILL)
 
-    def progress(self) -> str:
+    def format_progress(self) -> str:
         """What it is at, for the user."""
         took = format_duration(self.clock.monotonic() - self._since)
-        return f"enroot {self.stage}{self._size()} ({took})"
+        return f"enroot {self.stage}{self._format_size()} ({took})"
 
-    def must_have_succeeded(self) -> None:
+    def check_success(self) -> None:
         """Raises Declined: store-full, enroot-full, too-large, import-failed."""
-        self._read()
+        self._read_stderr()
         if not self._program.exit_code:
             return
         raise classify_failure(self._program.exit_code, self._last, self.stage, self._folders)
 
-    def _read(self) -> None:
+    def _read_stderr(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._program.out, 1 << 16):
                 self._last = (self._last + data)[-LAST:]
                 self.stage = find_stage(data) or self.stage
 
-    def _size(self) -> str:
+    def _format_size(self) -> str:
         with contextlib.suppress(OSError):
             return f", {format_size(os.lstat(self.part).st_size)}"
         if self.stage.startswith(DOWNLOADS):
-            return f", {format_size(self._downloaded())}"
+            return f", {format_size(self._count_downloaded_bytes())}"
         return ""
 
-    def _downloaded(self) -> int:
+    def _count_downloaded_bytes(self) -> int:
         """Bytes of layers that came since the import began; enroot compresses them anew."""
         size = 0
         with contextlib.suppress(OSError), os.scandir(self._folders.layers) as found:

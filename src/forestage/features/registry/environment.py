@@ -81,8 +81,8 @@ class EnrootSettings(msgspec.Struct, frozen=True):
     enroot_version: tuple[int, int, int]
 
     @property
-    def imports_digests(self) -> bool:
-        """Whether this enroot can be told which manifest to import (`Reference.uri`)."""
+    def can_import_digests(self) -> bool:
+        """Whether this enroot can be told which manifest to import (`Reference.enroot_uri`)."""
         return self.enroot_version >= TAG_DIGEST
 
 

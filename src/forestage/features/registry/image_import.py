@@ -56,17 +56,22 @@ class ImportTask(msgspec.Struct, frozen=True):
     jobs: tuple[str, ...]
 
     @property
-    def text(self) -> str:
-        return self.reference.text
+    def canonical_text(self) -> str:
+        return self.reference.canonical_text
 
-    def name(self, digest: str) -> str:
+    def image_name(self, digest: str) -> str:
         """The name of the image; one without a digest is of this job alone."""
         settings = self.settings
         if digest:
             return reference.make_image_name(
                 self.reference, digest, settings.arch, settings.squash_options
             )
-        parts = (*self.jobs[:1], self.reference.text, settings.arch, settings.squash_options)
+        parts = (
+            *self.jobs[:1],
+            self.reference.canonical_text,
+            settings.arch,
+            settings.squash_options,
+        )
         return f"job-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:32]}"
 
 
@@ -74,76 +79,78 @@ class ImageImport:
     """What one worker does for one image."""
 
     def __init__(
-        self, task: ImportTask, digest: str, where: ImageStore, asker: ParentPipe, clock: Clock
+        self, task: ImportTask, digest: str, where: ImageStore, parent: ParentPipe, clock: Clock
     ) -> None:
         self.task, self.digest, self.store = task, digest, where
-        self.asker, self.clock = asker, clock
-        self.name = task.name(digest)
-        self.flight = ImportLease(where, self.name, make_lease_record(task.order.host), clock)
+        self.parent, self.clock = parent, clock
+        self.name = task.image_name(digest)
+        self.lease = ImportLease(where, self.name, make_lease_record(task.order.host), clock)
         self._spoke = clock.monotonic()
 
     def obtain(self) -> Path:
         """Returns where the image lies. Raises Declined, ParentGone."""
         since, holder = self.clock.monotonic(), ""
         while True:
-            found = self.store.find(self.name)
+            found = self.store.find_image(self.name)
             if found is not None:
                 return found
-            failed = self.flight.failure()
+            failed = self.lease.find_failure()
             if failed is not None:
                 raise Declined(failed.reason, failed.detail)
-            self._must_have_room()
-            if self.flight.take():
+            self._check_not_known_full()
+            if self.lease.try_acquire():
                 with contextlib.suppress(ImportSuperseded):
-                    return self._import()
+                    return self._import_alone()
                 continue
-            where = self.flight.holder.host if self.flight.holder else ""
+            where = self.lease.holder.host if self.lease.holder else ""
             if where != holder:
                 holder = where
-                self.asker.say(ImportUnderWay(where))
+                self.parent.send_message(ImportUnderWay(where))
             waits = format_duration(self.clock.monotonic() - since)
-            self._tell(f"{where or 'another node'} imports it; waited for {waits}")
-            self.asker.must_wait()
+            self._report_progress(f"{where or 'another node'} imports it; waited for {waits}")
+            self.parent.check_parent()
             self.clock.sleep(WATCH)
 
-    def _must_have_room(self) -> None:
+    def _check_not_known_full(self) -> None:
         """Raises Declined where this node knows that an import fails for want of room."""
         known = user_notes.find_full_store(self.task.order.marks, self.name, self.clock.wall())
-        if known and self.store.free <= known.free:
+        if known and self.store.free_bytes <= known.free:
             raise Declined("store-full", known.detail)
 
-    def _tell(self, text: str) -> None:
+    def _report_progress(self, text: str) -> None:
         if self.clock.monotonic() - self._spoke >= TELL:
             self._spoke = self.clock.monotonic()
-            self.asker.say(ImportProgress(text))
+            self.parent.send_message(ImportProgress(text))
 
-    def _import(self) -> Path:
+    def _import_alone(self) -> Path:
         """Imports the image, which this worker alone does now."""
-        part = self.store.part(self.name)
+        part = self.store.new_part_path(self.name)
         try:
-            found = self.store.find(self.name)  # the one before may have ended between two looks
+            found = self.store.find_image(
+                self.name
+            )  # the one before may have ended between two looks
             if found is None:
-                self._must_fit()
-                self.asker.say(ImportUnderWay(self.task.order.host, here=True))
-                self._run(part)
-                self._write(part)
+                self._check_layers_fit()
+                self.parent.send_message(ImportUnderWay(self.task.order.host, here=True))
+                self._run_enroot(part)
+                self._sync_image(part)
                 found = self._publish(part)
         except Declined as error:
-            self.store.discard(part)  # or a store that is full has no room for the word of it
+            self.store.delete_part(part)  # or a store that is full has no room for the word of it
             if error.reason in SHARED_FAILURE_REASONS:
-                self.flight.end(error.reason, str(error))
+                self.lease.release(error.reason, str(error))
             raise
         finally:
-            self.store.discard(part)
-            self.flight.end()
+            self.store.delete_part(part)
+            self.lease.release()
         return found
 
-    def _must_fit(self) -> None:
+    def _check_layers_fit(self) -> None:
         """Raises Declined where the layers alone are larger than what the store has left.
 
         A registry that gave no digest is not asked for sizes.
         """
-        free = self.store.free
+        free = self.store.free_bytes
         if free >= ENOUGH_FREE_BYTES or not self.digest:
             return
         task, stop = self.task, Deadline.after(AGAIN, self.clock)
@@ -153,31 +160,34 @@ class ImageImport:
                 f"its layers have {format_size(layers)}, and {format_size(free)} are free"
             )
 
-    def _go_on(self) -> None:
+    def _check_still_ours(self) -> None:
         """Raises ParentGone, ImportSuperseded."""
-        self.asker.must_wait()
-        if not self.flight.beat():
+        self.parent.check_parent()
+        if not self.lease.send_heartbeat():
             raise ImportSuperseded
 
-    def _run(self, part: Path) -> None:
+    def _run_enroot(self, part: Path) -> None:
         """Runs enroot to its end. Raises Declined, ParentGone, ImportSuperseded."""
         task = self.task
         enroot_import.limit_process(task.order.max_size)
         # Without a digest by the tag, as an enroot of old does.
         enroot = task.settings.enroot_version if self.digest else (0, 0, 0)
-        uri = task.reference.uri(self.digest, enroot)
+        uri = task.reference.enroot_uri(self.digest, enroot)
         at_work = EnrootImport(uri, part, task.settings, self.clock, task.order.apart)
         try:
-            while at_work.runs(POLL):
-                self._go_on()
-                self._tell(at_work.progress())
-            self._go_on()  # an enroot that was ended with this worker has not failed for others
-            at_work.must_have_succeeded()
+            while at_work.is_running_after(POLL):
+                self._check_still_ours()
+                self._report_progress(at_work.format_progress())
+            self._check_still_ours()  # an enroot that was ended with this worker has not failed for others
+            at_work.check_success()
         finally:
-            at_work.kill(self.asker.is_signalled)
+            at_work.kill(self.parent.is_signalled)
 
-    def _write(self, part: Path) -> None:
-        """Has the file's bytes reach the store, which may take minutes. Raises as `_run` does."""
+    def _sync_image(self, part: Path) -> None:
+        """Has the file's bytes reach the store, which may take minutes.
+
+        Raises as `_run_enroot` does.
+        """
         failed: list[OSError] = []
 
         def sync() -> None:
@@ -192,8 +202,8 @@ class ImageImport:
         thread.start()
         while thread.is_alive():
             thread.join(POLL)
-            self._go_on()
-            self._tell("the image is written to the store")
+            self._check_still_ours()
+            self._report_progress("the image is written to the store")
         with convert_store_errors(self.store.folder):
             for error in failed:  # the kernel says it once, to whoever asks first
                 raise error
@@ -201,19 +211,21 @@ class ImageImport:
     def _publish(self, part: Path) -> Path:
         """The image under its name, if it still is what was asked for."""
         task = self.task
-        if self.digest and not task.reference.digest and not task.settings.imports_digests:
-            self._must_not_have_moved()
-        if not self.flight.is_ours():
+        if self.digest and not task.reference.digest and not task.settings.can_import_digests:
+            self._check_tag_unmoved()
+        if not self.lease.renew_if_newest():
             raise ImportSuperseded
-        record = ImageRecord(task.text, self.digest, self.clock.wall(), 0, task.order.host)
-        return self.store.publish(self.name, part, record, task.order.max_size)
+        record = ImageRecord(
+            task.canonical_text, self.digest, self.clock.wall(), 0, task.order.host
+        )
+        return self.store.publish_image(self.name, part, record, task.order.max_size)
 
-    def _must_not_have_moved(self) -> None:
+    def _check_tag_unmoved(self) -> None:
         """For an enroot that imported by the tag. Raises Declined."""
         task = self.task
         now = resolve.resolve_digest(
             task.reference, task.settings, Deadline.after(AGAIN, self.clock)
         )
         if now != self.digest:
-            what = f"{task.text} was pushed anew while it was imported"
+            what = f"{task.canonical_text} was pushed anew while it was imported"
             raise Declined("registry-moved", what, "enroot 4 and later can import what was meant")

@@ -76,81 +76,87 @@ def _find_start_time(pid: int) -> str:
 class ImportLease:
     """One worker's part in the import of one image."""
 
-    def __init__(self, store: ImageStore, name: str, me: ImportLeaseRecord, clock: Clock) -> None:
-        self.store, self.name, self.me, self.clock = store, name, me, clock
-        self.holder: ImportLeaseRecord | None = None  # whom `take` found at work
-        self.waited: set[str] = set()  # tokens of those
+    def __init__(
+        self, store: ImageStore, name: str, own_record: ImportLeaseRecord, clock: Clock
+    ) -> None:
+        self.store, self.name, self.own_record, self.clock = store, name, own_record, clock
+        self.holder: ImportLeaseRecord | None = None  # whom `try_acquire` found at work
+        self.tokens_waited_for: set[str] = set()  # tokens of those
         self._generation = 0
         self._seen: tuple[int, str, int] = (0, "", 0)
         self._moved = self._beaten = clock.monotonic()
 
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         """Whether this worker imports from now on. Else `holder` does, and it asks again later."""
         with convert_store_errors(self.store.folder):
-            newest = self._newest()
+            newest = self._find_newest()
             if newest is not None and not self._is_dead(newest):
                 self.holder = newest.lease
                 if newest.lease is not None:
-                    self.waited.add(newest.lease.token)
-                self._want()
+                    self.tokens_waited_for.add(newest.lease.token)
+                self._touch_wanted()
                 return False
             number = newest.generation + 1 if newest else 1
-            if try_create_file(self._path(number), msgspec.json.encode(self.me)):
+            if try_create_file(self._lease_path(number), msgspec.json.encode(self.own_record)):
                 self._generation, self._beaten = number, self.clock.monotonic()
         return self._generation > 0
 
-    def beat(self) -> bool:
+    def send_heartbeat(self) -> bool:
         """Says that the import goes on; False where somebody else does it now, or may do it."""
         if self.clock.monotonic() - self._beaten < HEARTBEAT_INTERVAL:
             return True
         self._beaten = self.clock.monotonic()
-        return self.is_ours()
+        return self.renew_if_newest()
 
-    def is_ours(self) -> bool:
+    def renew_if_newest(self) -> bool:
         """Whether this worker's lease is there and the newest; if so, that is a heartbeat."""
         with convert_store_errors(self.store.folder):
-            newest = self._newest()
-            if newest is None or newest.lease is None or newest.lease.token != self.me.token:
+            newest = self._find_newest()
+            if (
+                newest is None
+                or newest.lease is None
+                or newest.lease.token != self.own_record.token
+            ):
                 return False
-            with open_own_file(self._path(self._generation)) as fd:
+            with open_own_file(self._lease_path(self._generation)) as fd:
                 os.utime(fd)
         return True
 
-    def end(self, reason: str = "", detail: str = "") -> None:
+    def release(self, reason: str = "", detail: str = "") -> None:
         """Lets go of the lease. Who waited learns the reason; "" has one of them go on instead."""
         with contextlib.suppress(OSError):
             if reason:
-                failure = ImportFailure(self.me.token, reason, detail)
+                failure = ImportFailure(self.own_record.token, reason, detail)
                 path = self.store.folder / f"{self.name}.failed"
                 records.write(path, msgspec.json.encode(failure))
-            for number in sorted(self._generations()):
+            for number in sorted(self._list_generations()):
                 if number < self._generation:
-                    self._path(number).unlink(missing_ok=True)
-            lease = find_own_record(self._path(self._generation), ImportLeaseRecord)
-            if lease is not None and lease.token == self.me.token:
-                self._path(self._generation).unlink(missing_ok=True)
+                    self._lease_path(number).unlink(missing_ok=True)
+            lease = find_own_record(self._lease_path(self._generation), ImportLeaseRecord)
+            if lease is not None and lease.token == self.own_record.token:
+                self._lease_path(self._generation).unlink(missing_ok=True)
         self._generation = 0
 
-    def failure(self) -> ImportFailure | None:
+    def find_failure(self) -> ImportFailure | None:
         """How an import ended that this worker had waited for."""
         found = find_own_record(self.store.folder / f"{self.name}.failed", ImportFailure)
-        return found if found is not None and found.token in self.waited else None
+        return found if found is not None and found.token in self.tokens_waited_for else None
 
-    def _path(self, generation: int) -> Path:
+    def _lease_path(self, generation: int) -> Path:
         return self.store.folder / f"{self.name}.lease.{generation}"
 
-    def _generations(self) -> list[int]:
+    def _list_generations(self) -> list[int]:
         with os.scandir(self.store.folder) as found:
             matches = [FILE.fullmatch(one.name) for one in found]
         leases = [match for match in matches if match and match["name"] == self.name]
         kinds = [match["kind"] for match in leases if match["kind"].startswith("lease.")]
         return [int(kind.removeprefix("lease.")) for kind in kinds]
 
-    def _newest(self) -> _NewestLease | None:
-        numbers = self._generations()
+    def _find_newest(self) -> _NewestLease | None:
+        numbers = self._list_generations()
         if not numbers:
             return None
-        path = self._path(max(numbers))
+        path = self._lease_path(max(numbers))
         beat = 0
         # It went meanwhile, or is nothing of ours: then DEAD_AFTER counts.
         with contextlib.suppress(OSError), open_own_file(path) as fd:
@@ -164,11 +170,14 @@ class ImportLease:
             self._seen, self._moved = seen, now
         if now - self._moved >= DEAD_AFTER:
             return True
-        if lease is None or (lease.boot, lease.pids) != (self.me.boot, self.me.pids):
+        if lease is None or (lease.boot, lease.pids) != (
+            self.own_record.boot,
+            self.own_record.pids,
+        ):
             return False
         return _find_start_time(lease.pid) != lease.start
 
-    def _want(self) -> None:
+    def _touch_wanted(self) -> None:
         if self.clock.monotonic() - self._beaten < HEARTBEAT_INTERVAL:
             return
         self._beaten = self.clock.monotonic()

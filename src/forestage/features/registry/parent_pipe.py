@@ -20,27 +20,27 @@ class ParentPipe:
     """The other side: who started this process, and reads what it says."""
 
     def __init__(self) -> None:
-        self.gone = threading.Event()
+        self.parent_gone = threading.Event()
         self.is_signalled = False
         # In the step's cgroup, where scancel's SIGTERM comes to enroot as well: it dies with us.
-        signal.signal(signal.SIGTERM, self._note_signal)
-        threading.Thread(target=self._listen, daemon=True).start()
+        signal.signal(signal.SIGTERM, self._handle_signal)
+        threading.Thread(target=self._wait_for_parent_end, daemon=True).start()
 
-    def _note_signal(self, *_: object) -> None:
+    def _handle_signal(self, *_: object) -> None:
         self.is_signalled = True
-        self.gone.set()
+        self.parent_gone.set()
 
-    def _listen(self) -> None:
+    def _wait_for_parent_end(self) -> None:
         while os.read(0, worker_messages.MAX_LINE_BYTES):
             pass
-        self.gone.set()
+        self.parent_gone.set()
         time.sleep(GRACE)
         # It hangs in a file system or a program, which must not go on for nobody.
         if os.getsid(0) == os.getpid():
             run.kill_session(os.getpid(), spare=os.getpid())
         os._exit(1)
 
-    def say(self, word: WorkerMessage) -> None:
+    def send_message(self, word: WorkerMessage) -> None:
         """Raises ParentGone, WorkerProtocolError."""
         line = worker_messages.encode_message(word)
         try:
@@ -49,7 +49,7 @@ class ParentPipe:
         except BrokenPipeError:
             raise ParentGone from None
 
-    def must_wait(self) -> None:
+    def check_parent(self) -> None:
         """Raises ParentGone."""
-        if self.gone.is_set():
+        if self.parent_gone.is_set():
             raise ParentGone

@@ -68,12 +68,12 @@ class ImageReference(msgspec.Struct, frozen=True):
     digest: str
 
     @property
-    def text(self) -> str:
+    def canonical_text(self) -> str:
         """What is meant, without the user: for logs, records and keys."""
         which = f"@{self.digest}" if self.digest else f":{self.tag}"
         return f"{self.registry}#{self.repository}{which}"
 
-    def uri(self, digest: str, enroot: tuple[int, int, int] = AT_DIGEST) -> str:
+    def enroot_uri(self, digest: str, enroot: tuple[int, int, int] = AT_DIGEST) -> str:
         """Returns what has this release of enroot import exactly this manifest.
 
         Before TAG_DIGEST there is no such word: the tag is named, and may have moved meanwhile.

@@ -36,7 +36,7 @@ class RegistryDeclined(Declined):
     """
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether a digest of earlier may stand in for it, where the admin says so."""
         return self.reason in ("registry-silent", "registry-busy")
 

@@ -73,9 +73,9 @@ def resolve_digest(reference: ImageReference, settings: EnrootSettings, deadline
         return reference.digest
     asking = _RegistryClient(reference, settings, deadline)
     try:
-        return asking.digest()
+        return asking.resolve_digest()
     except ValueError as error:
-        raise asking.refused("registry-odd", f"answers nonsense: {error}") from None
+        raise asking.make_error("registry-odd", f"answers nonsense: {error}") from None
 
 
 def sum_layer_bytes(
@@ -86,7 +86,9 @@ def sum_layer_bytes(
     `meant` is the digest of its manifest or index, "" where only a tag is known.
     """
     try:
-        return _RegistryClient(reference, settings, deadline).layers(meant or reference.tag)
+        return _RegistryClient(reference, settings, deadline).sum_layer_bytes(
+            meant or reference.tag
+        )
     except (ValueError, msgspec.MsgspecError, Declined):
         return 0
 
@@ -125,23 +127,25 @@ class _RegistryClient:
         self._server = ""  # whom a message names: the registry, or where it sent us
         self._known = False  # whether a password was used
 
-    def digest(self) -> str:
+    def resolve_digest(self) -> str:
         """Raises RegistryDeclined; ValueError for an answer that cannot be read."""
-        method, answer = self._manifest("HEAD", self._reference.tag)
-        return answer.digest if method == "HEAD" else self._hash(answer)
+        method, answer = self._request_manifest("HEAD", self._reference.tag)
+        return answer.digest if method == "HEAD" else self._hash_manifest(answer)
 
-    def layers(self, meant: str) -> int:
+    def sum_layer_bytes(self, meant: str) -> int:
         """Raises RegistryDeclined; ValueError for an answer that cannot be read."""
-        found = msgspec.json.decode(self._manifest("GET", meant)[1].body, type=_ManifestContent)
+        found = msgspec.json.decode(
+            self._request_manifest("GET", meant)[1].body, type=_ManifestContent
+        )
         arch = ARCHITECTURES.get(self._settings.arch, self._settings.arch)
         for one in found.manifests:
             if (one.platform.os, one.platform.architecture) == ("linux", arch):
-                answer = self._manifest("GET", one.digest)[1]
+                answer = self._request_manifest("GET", one.digest)[1]
                 found = msgspec.json.decode(answer.body, type=_ManifestContent)
                 break
         return sum(max(0, one.size) for one in found.layers)
 
-    def _manifest(self, method: str, tag: str) -> tuple[str, RegistryReply]:
+    def _request_manifest(self, method: str, tag: str) -> tuple[str, RegistryReply]:
         """How a manifest was asked for in the end, and what came.
 
         Raises as `resolve_digest` does.
@@ -150,43 +154,45 @@ class _RegistryClient:
         url = f"{scheme}://{reference.registry}/v2/{reference.repository}/manifests/{tag}"
         proof = None
         while True:
-            answer, asked = self._send(method, url, proof, MANIFEST)
+            answer, asked = self._send_with_pauses(method, url, proof, MANIFEST)
             if answer.status == 401 and proof is None:
-                proof = self._prove(answer, asked)
+                proof = self._authorize(answer, asked)
             elif method == "HEAD" and _needs_get_request(answer):
                 method = "GET"
             elif answer.status == 200:
                 return method, answer
             else:
-                raise self._error_for(answer)
+                raise self._make_status_error(answer)
 
-    def refused(self, reason: str, what: str) -> RegistryDeclined:
+    def make_error(self, reason: str, what: str) -> RegistryDeclined:
         """The error that names the registry, or the server to which it has sent us."""
         line = make_printable(f"{self._server or self._reference.registry} {what}")
         return RegistryDeclined(reason, line)
 
-    def _error_for(self, answer: RegistryReply) -> RegistryDeclined:
+    def _make_status_error(self, answer: RegistryReply) -> RegistryDeclined:
         """What an answer that gives no digest means."""
         image = f"{self._reference.repository}:{self._reference.tag}"
         status = answer.status
         if status in (401, 403):
-            look = f"look at {self._credentials()}"
-            return self.refused("registry-denied", f"refuses {image} ({status}); {look}")
+            look = f"look at {self._credentials_path()}"
+            return self.make_error("registry-denied", f"refuses {image} ({status}); {look}")
         if status == 404:
             private = (
-                "" if self._known else f"; a private one needs a login in {self._credentials()}"
+                ""
+                if self._known
+                else f"; a private one needs a login in {self._credentials_path()}"
             )
-            return self.refused("registry-missing", f"has no {image} (404){private}")
+            return self.make_error("registry-missing", f"has no {image} (404){private}")
         if status >= 500:
-            return self.refused("registry-silent", f"fails for {image} ({status})")
-        return self.refused("registry-odd", f"answers {status} for {image}")
+            return self.make_error("registry-silent", f"fails for {image} ({status})")
+        return self.make_error("registry-odd", f"answers {status} for {image}")
 
-    def _credentials(self) -> str:
+    def _credentials_path(self) -> str:
         """The path of .credentials as a user would write it."""
         path, home = self._settings.credentials, self._settings.variables.get("HOME", "")
         return f"~{path.removeprefix(home)}" if home and path.startswith(f"{home}/") else path
 
-    def _hash(self, answer: RegistryReply) -> str:
+    def _hash_manifest(self, answer: RegistryReply) -> str:
         """The digest of a manifest that was sent as a whole."""
         found = f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
         if not registry_replies.is_manifest(answer.body):
@@ -195,32 +201,32 @@ class _RegistryClient:
             raise ValueError(f"a manifest that is not {answer.digest}")
         return found
 
-    def _prove(self, answer: RegistryReply, asked: UrlOrigin) -> _OriginAuthorization:
+    def _authorize(self, answer: RegistryReply, asked: UrlOrigin) -> _OriginAuthorization:
         """What the registry wants to see, as enroot gets it (docker::_authenticate)."""
         challenge = registry_replies.find_challenge(answer)
         if challenge is None:
-            raise self._error_for(answer)
+            raise self._make_status_error(answer)
         if challenge.scheme == "basic":
-            login = self._login(asked.host)
+            login = self._find_login(asked.host)
             if login is None:
-                raise self._error_for(answer)
-            return _OriginAuthorization(asked, login.basic)
-        return _OriginAuthorization(asked, f"Bearer {self._token(challenge)}")
+                raise self._make_status_error(answer)
+            return _OriginAuthorization(asked, login.basic_authorization)
+        return _OriginAuthorization(asked, f"Bearer {self._request_token(challenge)}")
 
-    def _token(self, challenge: AuthChallenge) -> str:
+    def _request_token(self, challenge: AuthChallenge) -> str:
         url = registry_replies.make_token_url(challenge)
-        realm = self._must_be_allowed(url)
-        login = self._login(realm.host)
+        realm = self._check_url(url)
+        login = self._find_login(realm.host)
         self._server = realm.host
-        proof = _OriginAuthorization(realm, login.basic) if login else None
-        answer, _ = self._send("GET", url, proof, TOKENS)
+        proof = _OriginAuthorization(realm, login.basic_authorization) if login else None
+        answer, _ = self._send_with_pauses("GET", url, proof, TOKENS)
         if answer.status != 200:
-            raise self._error_for(answer)
+            raise self._make_status_error(answer)
         token = registry_replies.parse_token(answer.body)
         self._server = ""
         return token
 
-    def _login(self, host: str) -> credentials.RegistryLogin | None:
+    def _find_login(self, host: str) -> credentials.RegistryLogin | None:
         """The user's password for a host; only if enroot would look for one in .credentials."""
         text, registry = (
             credentials.read_text_or_empty(self._settings.credentials),
@@ -229,26 +235,26 @@ class _RegistryClient:
         user = self._reference.user or credentials.infer_user(text, registry)
         if not user or not credentials.has_entry(text, registry, user):
             return None
-        login = credentials.find_login(text, host, user, self._echo)
+        login = credentials.find_login(text, host, user, self._evaluate_in_shell)
         self._known = self._known or login is not None
         return login
 
-    def _echo(self, words: str) -> str:
+    def _evaluate_in_shell(self, words: str) -> str:
         """What a shell makes of the words of a password; they are its script, not its argv."""
         script = f"echo {words}\n".encode(errors="surrogateescape")
         variables, left = self._settings.variables, min(ECHO, self._deadline.seconds_left())
         ran = run.run_as_current_user(("sh",), variables, left, credentials.LONGEST, script)
         if ran.cut:
-            what = f"gets no login: {self._credentials()} takes too long, or says too much"
-            raise self.refused("registry-denied", what)
+            what = f"gets no login: {self._credentials_path()} takes too long, or says too much"
+            raise self.make_error("registry-denied", what)
         return ran.out.decode(errors="surrogateescape").rstrip("\n")
 
-    def _send(
+    def _send_with_pauses(
         self, method: str, url: str, proof: _OriginAuthorization | None, most: int
     ) -> tuple[RegistryReply, UrlOrigin]:
         """One request, with as many pauses as a 429 asks for; the answer and who gave it."""
         while True:
-            answer, asked = self._follow(method, url, proof, most)
+            answer, asked = self._follow_redirects(method, url, proof, most)
             if answer.status != 429:
                 return answer, asked
             self._pause(answer)
@@ -259,27 +265,27 @@ class _RegistryClient:
         wanted = registry_replies.parse_retry_after(answer, clock.wall())
         seconds = PAUSE if wanted is None else max(1.0, wanted)
         if seconds > self._patience or seconds >= self._deadline.seconds_left():
-            raise self.refused("registry-busy", "gets too many requests (429); try again later")
+            raise self.make_error("registry-busy", "gets too many requests (429); try again later")
         self._patience -= seconds
         clock.sleep(seconds)
 
-    def _follow(
+    def _follow_redirects(
         self, method: str, url: str, proof: _OriginAuthorization | None, most: int
     ) -> tuple[RegistryReply, UrlOrigin]:
         """One request, and those to which it is redirected."""
         for _ in range(1 + REDIRECTS):
-            asked = self._must_be_allowed(url)
+            asked = self._check_url(url)
             headers = [f"Accept: {ACCEPT}"] if most == MANIFEST else []
             if proof and proof.origin == asked:
                 headers.append(f"Authorization: {proof.value}")
-            answer = self._ask(method, url, headers, most)
+            answer = self._run_curl(method, url, headers, most)
             there = registry_replies.find_redirect(answer, url)
             if not there:
                 return answer, asked
             url = there
         raise ValueError(f"more than {REDIRECTS} redirects")
 
-    def _must_be_allowed(self, url: str) -> UrlOrigin:
+    def _check_url(self, url: str) -> UrlOrigin:
         """Whom a URL speaks to. Raises ValueError for http, unless the user's enroot allows it."""
         origin = registry_replies.parse_origin(url)
         if origin.scheme != "https" and not self._settings.allow_http:
@@ -288,11 +294,11 @@ class _RegistryClient:
             )
         return origin
 
-    def _ask(self, method: str, url: str, headers: Sequence[str], most: int) -> RegistryReply:
+    def _run_curl(self, method: str, url: str, headers: Sequence[str], most: int) -> RegistryReply:
         """One request without any redirect."""
         left = self._deadline.seconds_left()
         if not left:
-            raise self.refused("registry-silent", "did not answer in time")
+            raise self.make_error("registry-silent", "did not answer in time")
         given = _format_curl_config(method, url, headers, self._settings, left)
         variables = self._settings.variables
         ran = run.run_as_current_user(
@@ -301,10 +307,10 @@ class _RegistryClient:
         if ran.cut == "size":
             raise ValueError("more than any registry has to say")
         if ran.cut == "time":
-            raise self.refused("registry-silent", "did not answer in time")
+            raise self.make_error("registry-silent", "did not answer in time")
         if ran.code:
             reason = "registry-odd" if ran.code in _ODD else "registry-silent"
-            raise self.refused(reason, f"does not answer: {_curl_message(ran)}")
+            raise self.make_error(reason, f"does not answer: {_curl_message(ran)}")
         return registry_replies.parse_reply(ran.out)
 
 

@@ -25,8 +25,10 @@ def before_lease(facts: BeforeLeaseFacts) -> tuple[Job, LineFields]:
 
     later: LineFields = ()
     try:
-        if job.reference and (asked := step_image.RegistryRequest.of(job.reference, facts.environ)):
-            later = step_image.start_import_process(node, job, asked, facts.report)
+        if job.reference and (
+            asked := step_image.RegistryRequest.from_environ(job.reference, facts.environ)
+        ):
+            later = step_image.start_import_process(node, job, asked, facts.record_outcomes)
     except (ForestageError, OSError) as error:
-        facts.log(f"result=failed reason=registry detail={str(error)!r}")
+        facts.write_log_line(f"result=failed reason=registry detail={str(error)!r}")
     return prolog.drop_reference(job), later

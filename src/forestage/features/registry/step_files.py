@@ -30,7 +30,7 @@ class StepPlaceholder(msgspec.Struct, frozen=True):
     """The path, and by what the companion knows the file: inode, size, mtime and ctime in ns."""
 
     path: str
-    facts: tuple[int, int, int, int]
+    file_stamp: tuple[int, int, int, int]
 
 
 def make_placeholder(places: NodePaths, job: int, step: int | None, size: int) -> StepPlaceholder:

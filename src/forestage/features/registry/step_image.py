@@ -76,7 +76,7 @@ class RegistryRequest(msgspec.Struct, frozen=True):
     timeout: str
 
     @classmethod
-    def of(cls, request: Request, environ: Mapping[str, str]) -> "RegistryRequest | None":
+    def from_environ(cls, request: Request, environ: Mapping[str, str]) -> "RegistryRequest | None":
         """By what the companion says; None where it has given no environment."""
         number = environ.get(STEP_ENVIRONMENT_VARIABLE, "")
         if not is_number(number):
@@ -129,15 +129,17 @@ def _serve_step(
         hook.close()
         answer = _import_and_stage(node, job, asked, tasks)
         line = format_final_line(answer.outcome, node.config.user_messages)
-        if line and tasks.are_there:  # else the job may be over, and what is noted would stay
-            user_messages.JobMessageWriter(node, job, tasks.speak)(line)
+        if line and tasks.is_any_waiting:  # else the job may be over, and what is noted would stay
+            user_messages.JobMessageWriter(node, job, tasks.send_user_line)(line)
         _record_refusal(node, job, answer.outcome)
-        tasks.say("env", RESULT_VARIABLE, request_results.choose_result_variable(answer.outcome))
-        tasks.say(*_format_reply_fields(node, job, answer))
+        tasks.broadcast_line(
+            "env", RESULT_VARIABLE, request_results.choose_result_variable(answer.outcome)
+        )
+        tasks.broadcast_line(*_format_reply_fields(node, job, answer))
         report([answer.outcome])
-        if tasks.are_over:
+        if tasks.is_job_over:
             _release_after_job(node, job, answer)
-        while not tasks.have_gone:
+        while not tasks.have_tasks_gone:
             tasks.wait(-1)
             forked_child.reap_ended_children()  # a copy that was started here may have ended
 
@@ -238,7 +240,7 @@ def _import_image(
                     shown = msgspec.structs.replace(shown, said=make_printable(word.text))
                 step_files.record_import(node.places, shown)
                 if tells:
-                    tasks.speak(_format_progress(asked.request, word))
+                    tasks.send_user_line(_format_progress(asked.request, word))
     raise Failed("helper", "the process that imports died")
 
 
@@ -246,7 +248,7 @@ def _start_worker(
     job: Job,
     order: ImportOrder,
     asked: RegistryRequest,
-    enter: Callable[[], None],
+    enter_cgroups: Callable[[], None],
     tasks: WaitingTasks,
 ) -> worker.RegistryWorker:
     """Starts the worker where it `enter`s. Raises Declined where its step has no task any more.
@@ -254,10 +256,10 @@ def _start_worker(
     Raises Failed, OSError.
     """
     try:
-        return worker.start_worker(job.user, order, asked.environment, enter)
+        return worker.start_worker(job.user, order, asked.environment, enter_cgroups)
     except Failed:
         # A task that was killed meanwhile has taken its cgroups along: no fault of the node's.
-        if tasks.came and not tasks.are_there:
+        if tasks.has_any_come and not tasks.is_any_waiting:
             raise Declined("stopped", ALL_TASKS_ENDED) from None
         raise
 
@@ -271,7 +273,7 @@ def _wait_for_task_cgroups(job: Job, tasks: WaitingTasks) -> Callable[[], None]:
     if not job.manager:
         return run.stay_in_cgroups
     while forked_child.find_task_cgroups(job.manager) is None:
-        if tasks.have_gone:
+        if tasks.have_tasks_gone:
             raise Declined("stopped", ALL_TASKS_ENDED)
         tasks.wait(-1)
     return partial(forked_child.enter_task_cgroups, job.manager, without="freezer")
@@ -286,7 +288,7 @@ def _clean_up_cgroups(job: Job, tasks: WaitingTasks) -> Iterator[None]:
     finally:
         if found and not Path(f"/proc/{job.manager}").exists():
             # With the job's only where no step comes any more: Slurm makes both, one by one.
-            kinds = ("task_", "step_", "job_") if tasks.are_over else ("task_", "step_")
+            kinds = ("task_", "step_", "job_") if tasks.is_job_over else ("task_", "step_")
             forked_child.remove_empty_cgroups((one.parent for one in found), kinds)
 
 
@@ -325,13 +327,13 @@ def _read_messages(at_work: RegistryWorker, tasks: WaitingTasks) -> Iterator[Wor
     """
     heard = time.monotonic()
     while True:
-        for word in at_work.words():
+        for word in at_work.read_messages():
             heard = time.monotonic()
             yield word
         if at_work.ended:
             return
         tasks.wait(at_work.fd)
-        if tasks.have_gone:
+        if tasks.have_tasks_gone:
             raise Declined("stopped", ALL_TASKS_ENDED)
         if time.monotonic() - heard > WORKER_SILENCE_TIMEOUT:
             raise Declined(
@@ -345,9 +347,9 @@ def _stage_image(
 ) -> RequestResult:
     """The file, as any other that a user names: only where they may read it."""
     request = Request(path, asked.request.via, IMPORTED)
-    say = user_messages.JobMessageWriter(node, job, tasks.speak)
+    say = user_messages.JobMessageWriter(node, job, tasks.send_user_line)
     limit = step.make_step_deadlines(node, job, asked.timeout, say, None)
-    tasks.must_wait()  # the step may have been cancelled; a lease would outlive the job
+    tasks.check_any_waiting()  # the step may have been cancelled; a lease would outlive the job
     (answer,) = serve.serve_requests(node, job, (request,), limit)
     return answer
 
@@ -361,4 +363,4 @@ def _format_reply_fields(node: Node, job: Job, answer: RequestResult) -> LineFie
         found = step_files.make_placeholder(node.places, job.id, job.step, int(words[4]))
     except OSError as error:
         return "leave", make_printable(str(error))
-    return (*words[:2], found.path, *map(str, found.facts), words[-1])
+    return (*words[:2], found.path, *map(str, found.file_stamp), words[-1])

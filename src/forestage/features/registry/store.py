@@ -97,9 +97,9 @@ class ImageStore:
             _check_other_file_system(base, cache)
             with contextlib.suppress(FileExistsError):
                 self.folder.mkdir(MODE)
-            self._must_be_own()
+            self._check_own_directory()
 
-    def _must_be_own(self) -> None:
+    def _check_own_directory(self) -> None:
         found = os.lstat(self.folder)
         mine = stat.S_ISDIR(found.st_mode) and found.st_uid == self.uid
         if not mine or found.st_mode & 0o077:
@@ -107,16 +107,16 @@ class ImageStore:
             hint = f"`chmod 700 {self.folder}`" if mine else "the admin can remove it"
             raise Declined("store-foreign", f"{self.folder} is not used: {who}", hint)
 
-    def path(self, name: str) -> Path:
+    def image_path(self, name: str) -> Path:
         return self.folder / f"{name}.sqsh"
 
-    def part(self, name: str) -> Path:
+    def new_part_path(self, name: str) -> Path:
         """A name for one import; nothing is there yet, as enroot demands."""
         return self.folder / f"{name}.{os.urandom(8).hex()}.part"
 
-    def find(self, name: str) -> Path | None:
+    def find_image(self, name: str) -> Path | None:
         """Returns where an image lies, and notes that it is used. Raises Declined."""
-        path = self.path(name)
+        path = self.image_path(name)
         with convert_store_errors(self.folder):
             if _find_squashfs_size(path) is None:
                 return None
@@ -126,15 +126,17 @@ class ImageStore:
         return path
 
     @property
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that this user can still write there, but for quotas. Raises Declined."""
         with convert_store_errors(self.folder):
             disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize
 
-    def publish(self, name: str, part: Path, record: ImageRecord, max_size: int | None) -> Path:
+    def publish_image(
+        self, name: str, part: Path, record: ImageRecord, max_size: int | None
+    ) -> Path:
         """Makes an imported file an image, by one rename. Raises Declined, and deletes it then."""
-        path = self.path(name)
+        path = self.image_path(name)
         try:
             with convert_store_errors(self.folder):
                 size = _check_imported_image(part, max_size)
@@ -145,31 +147,31 @@ class ImageStore:
                 os.replace(part, path)
                 records.sync_directory(self.folder)
         except Declined:
-            self.discard(part)
+            self.delete_part(part)
             raise
         return path
 
-    def discard(self, part: Path) -> None:
+    def delete_part(self, part: Path) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
-    def job_digest(self, job: str, reference: str) -> str | None:
+    def find_job_digest(self, job: str, reference: str) -> str | None:
         """The digest that counts for a job, whose record is used; None where nobody has said it."""
-        path = self._job(job, reference)
+        path = self._job_record_path(job, reference)
         if self._is_old(path):
             return None
-        found = self._meant(path, reference)
+        found = self._find_digest(path, reference)
         with contextlib.suppress(OSError):
             if found is not None:
                 os.utime(path, follow_symlinks=False)
         return found
 
-    def set_job_digest(self, job: str, reference: str, digest: str) -> str:
+    def agree_on_job_digest(self, job: str, reference: str, digest: str) -> str:
         """Says the digest for all of a job. Returns what counts: the first word does.
 
         Where the store cannot be written to, that is this node's own.
         """
-        path = self._job(job, reference)
+        path = self._job_record_path(job, reference)
         meant = ResolvedTag(reference, digest, self.clock.wall())
         with contextlib.suppress(OSError):
             _ensure_directory(path.parent)
@@ -177,31 +179,31 @@ class ImageStore:
                 path.unlink()
             if try_create_file(path, msgspec.json.encode(meant)):
                 return digest
-        known, end = self._meant(path, reference), Deadline.after(WRITE_TIMEOUT, self.clock)
+        known, end = self._find_digest(path, reference), Deadline.after(WRITE_TIMEOUT, self.clock)
         while known is None and os.path.lexists(path) and end.seconds_left():
             self.clock.sleep(0.02)
-            known = self._meant(path, reference)
+            known = self._find_digest(path, reference)
         return digest if known is None else known
 
-    def last(self, reference: str) -> str:
+    def find_last_digest(self, reference: str) -> str:
         """The digest that a tag meant when it was resolved last; "" if it never was."""
-        return self._meant(self._tag(reference), reference) or ""
+        return self._find_digest(self._tag_record_path(reference), reference) or ""
 
-    def set_last(self, reference: str, digest: str) -> None:
+    def record_last_digest(self, reference: str, digest: str) -> None:
         """Notes what a tag means, for when its registry does not answer."""
-        path = self._tag(reference)
+        path = self._tag_record_path(reference)
         with contextlib.suppress(OSError):
             _ensure_directory(path.parent)
             meant = ResolvedTag(reference, digest, self.clock.wall())
             records.write(path, msgspec.json.encode(meant))
 
-    def _job(self, job: str, reference: str) -> Path:
+    def _job_record_path(self, job: str, reference: str) -> Path:
         # The job's number as well: a user reads the names.
         known = re.sub(r"[^0-9A-Za-z.-]", "_", job)[:60].lstrip(".")
         both = "\0".join((job, reference))
         return self.folder / "jobs" / f"{known}-{_hash_text(both)}.json"
 
-    def _tag(self, reference: str) -> Path:
+    def _tag_record_path(self, reference: str) -> Path:
         return self.folder / "tags" / f"{_hash_text(reference)}.json"
 
     def _is_old(self, path: Path) -> bool:
@@ -213,7 +215,7 @@ class ImageStore:
             )
         return False
 
-    def _meant(self, path: Path, reference: str) -> str | None:
+    def _find_digest(self, path: Path, reference: str) -> str | None:
         found = find_own_record(path, ResolvedTag)
         if found is None or found.reference != reference:
             return None

@@ -45,7 +45,7 @@ class StoreCollection(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     files: dict[str, FileTime] = {}
 
-    def age(self, path: str, mtime_ns: int) -> float:
+    def unchanged_seconds(self, path: str, mtime_ns: int) -> float:
         """Pure: for how many seconds a file has certainly had this mtime."""
         known = self.files.get(path)
         same = known is not None and known.mtime_ns == mtime_ns
@@ -89,7 +89,7 @@ def read_last_collection(folder: Path) -> tuple[int, StoreCollection]:
 def begin_collection_if_due(
     folder: Path,
     sight: CollectionSighting | None,
-    look: Callable[[], Iterable[tuple[str, int]]],
+    list_files: Callable[[], Iterable[tuple[str, int]]],
     now: float,
 ) -> tuple[str, StoreCollection | None]:
     """Begin a collection if it is this node's turn: that of one of all nodes, AGAIN after another.
@@ -101,7 +101,7 @@ def begin_collection_if_due(
     waited = now - sight.at if sight and sight.token == last.token else 0.0
     if last.token and waited < AGAIN:
         return last.token, None
-    found = make_next_collection(last, look(), waited, os.urandom(8).hex())
+    found = make_next_collection(last, list_files(), waited, os.urandom(8).hex())
     try:
         if not try_create_file(folder / f"collected-{number + 1}", msgspec.json.encode(found)):
             return "", None
@@ -152,4 +152,4 @@ def compute_unused_seconds(folder: Path, path: str) -> float:
     server = find_server_time(folder)
     if server is not None:
         return (server - mtime_ns) / 1e9
-    return read_last_collection(folder)[1].age(path, mtime_ns)
+    return read_last_collection(folder)[1].unchanged_seconds(path, mtime_ns)

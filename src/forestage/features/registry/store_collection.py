@@ -84,7 +84,7 @@ def add_ages(
     """
     found = []
     for file in files:
-        age = collection.age(file.path, file.mtime_ns)
+        age = collection.unchanged_seconds(file.path, file.mtime_ns)
         if server is not None:
             age = max(age, (server - file.mtime_ns) / 1e9)
         found.append(msgspec.structs.replace(file, age=age))

@@ -68,7 +68,7 @@ class StoredImageRow(msgspec.Struct, frozen=True):
 
 
 def obtain_for_step(
-    config: Config, uri: str, environ: Mapping[str, str], host: str, say: LineWriter
+    config: Config, uri: str, environ: Mapping[str, str], host: str, write_line: LineWriter
 ) -> str:
     """Returns the path of an image for a step of pyxis, as its user.
 
@@ -87,20 +87,20 @@ def obtain_for_step(
     shared = {"directory": config.registry.store, "cache": config.cache}
     try:
         return _obtain_by_digest_or_tag(
-            msgspec.structs.replace(order, **shared), environ, say, refusal
+            msgspec.structs.replace(order, **shared), environ, write_line, refusal
         )
     except Declined as error:
         if error.reason not in STEP_IMPORT_REASONS:
             raise
-        say(f"{error}; the image is imported for this step alone")
+        write_line(f"{error}; the image is imported for this step alone")
     own = _make_step_directory(environ, job, step)
     return _obtain_by_digest_or_tag(
-        msgspec.structs.replace(order, directory=own), environ, say, refusal
+        msgspec.structs.replace(order, directory=own), environ, write_line, refusal
     )
 
 
 def _obtain_by_digest_or_tag(
-    order: ImportOrder, environ: Mapping[str, str], say: LineWriter, refusal: Declined | None
+    order: ImportOrder, environ: Mapping[str, str], write_line: LineWriter, refusal: Declined | None
 ) -> str:
     """An image by its digest; by its tag where the registry does not say one, as pyxis would.
 
@@ -109,12 +109,12 @@ def _obtain_by_digest_or_tag(
     try:
         if refusal:
             raise refusal
-        return obtain_by_worker(order, environ, say)
+        return obtain_by_worker(order, environ, write_line)
     except Declined as error:
         if error.reason not in user_notes.REFUSALS or not order.job:
             raise
-        say(f"{error}; enroot is asked")
-        return obtain_by_worker(msgspec.structs.replace(order, by_tag=True), environ, say)
+        write_line(f"{error}; enroot is asked")
+        return obtain_by_worker(msgspec.structs.replace(order, by_tag=True), environ, write_line)
 
 
 def _make_step_directory(environ: Mapping[str, str], job: str, step: str) -> str:
@@ -131,21 +131,21 @@ def _make_step_directory(environ: Mapping[str, str], job: str, step: str) -> str
 
 
 def import_into_store(
-    config: Config, text: str, environ: Mapping[str, str], host: str, say: LineWriter
+    config: Config, text: str, environ: Mapping[str, str], host: str, write_line: LineWriter
 ) -> str:
     """Has the store hold an image before a job wants it. Raises Declined, NotFoundError."""
     if not config.registry.store:
         raise _make_no_store_error()
     store = config.registry.store
     order = ImportOrder(reference=text, directory=store, cache=config.cache, host=host)
-    return obtain_by_worker(order, environ, say)
+    return obtain_by_worker(order, environ, write_line)
 
 
 def _make_no_store_error() -> NotFoundError:
     return NotFoundError("there is no store of images", "the admin can set `registry: store:`")
 
 
-def obtain_by_worker(order: ImportOrder, environ: Mapping[str, str], say: LineWriter) -> str:
+def obtain_by_worker(order: ImportOrder, environ: Mapping[str, str], write_line: LineWriter) -> str:
     """Has a worker, as who we are, carry an order out; returns the path. Raises Declined."""
     fd = worker.write_environment_file(environ)
     try:
@@ -159,9 +159,9 @@ def obtain_by_worker(order: ImportOrder, environ: Mapping[str, str], say: LineWr
             if isinstance(word, ImportRefused):
                 raise Declined(word.reason, word.detail)
             if isinstance(word, ImportUnderWay):
-                say(f"imported by {word.where or 'another node'}")
+                write_line(f"imported by {word.where or 'another node'}")
             elif isinstance(word, ImportProgress):
-                say(word.text)
+                write_line(word.text)
     raise Declined("helper", "the worker ended without an answer")
 
 
@@ -170,7 +170,7 @@ def _read_messages(at_work: worker.RegistryWorker) -> Iterator[WorkerMessage]:
     poll.register(at_work.fd, select.POLLIN)
     while not at_work.ended:
         poll.poll()
-        yield from at_work.words()
+        yield from at_work.read_messages()
 
 
 def list_owners(base: Path) -> list[User]:

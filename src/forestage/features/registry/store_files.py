@@ -25,15 +25,15 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # a rename that replaces nothing
 
 
-def find_own_record(path: Path, of: type[T], most: int = SMALL) -> T | None:
+def find_own_record(path: Path, record_type: type[T], max_bytes: int = SMALL) -> T | None:
     """A small record of the user's own; None where it is missing, damaged or something else."""
     try:
         with open_own_file(path) as fd, open(fd, "rb", closefd=False) as file:
-            data = file.read(most + 1) or b""  # None: of a FIFO that is held open for writing
+            data = file.read(max_bytes + 1) or b""  # None: of a FIFO that is held open for writing
     except OSError:
         return None
     try:
-        return msgspec.json.decode(data, type=of) if len(data) <= most else None
+        return msgspec.json.decode(data, type=record_type) if len(data) <= max_bytes else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 

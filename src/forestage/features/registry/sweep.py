@@ -17,7 +17,9 @@ def without_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
     """Delete the files of steps whose jobs are over. Raises OSError."""
     if not facts.dry_run:
         node = facts.node
-        for path in step_files.list_leftovers(node.places, facts.staying, node.clock.wall()):
+        for path in step_files.list_leftovers(
+            node.places, facts.jobs_with_lease, node.clock.wall()
+        ):
             path.unlink(missing_ok=True)
     return {}
 

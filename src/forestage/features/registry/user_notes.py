@@ -87,7 +87,10 @@ def find_refusal(places: NodePaths, job: str, step: str, text: str) -> Declined 
     found = find_note(_refusal_path(places, job, step), RefusalNote)
     if found is None or found.reason not in REFUSALS:
         return None
-    if reference.parse_reference(found.reference).text != reference.parse_reference(text).text:
+    if (
+        reference.parse_reference(found.reference).canonical_text
+        != reference.parse_reference(text).canonical_text
+    ):
         return None
     return Declined(found.reason, found.detail)
 
@@ -98,11 +101,11 @@ def write_note(path: Path, uid: int, note: msgspec.Struct) -> None:
     os.setxattr(path, ACL, encode_acl(uid, owner=6, user=4), follow_symlinks=False)
 
 
-def find_note(path: Path, of: type[T]) -> T | None:
+def find_note(path: Path, note_type: type[T]) -> T | None:
     """Return the note for the user whom this process is; None if there is none that can be read."""
     try:
         with open_descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
-            return msgspec.json.decode(os.read(fd, SMALL), type=of)
+            return msgspec.json.decode(os.read(fd, SMALL), type=note_type)
     except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 

@@ -30,80 +30,82 @@ class WaitingTasks:
         self.path = path
         self.manager = manager
         # One of a step of that number before a requeue gives way.
-        self.guests = TaskConnections(daemon.listen_for_clients(path), self._answer, self._greet)
+        self.clients = TaskConnections(
+            daemon.listen_for_clients(path), self._ignore_request, self._send_past_lines
+        )
         self.lines = [encode_line(PROTOCOL_GREETING)]
-        self.alone, self.limit = time.monotonic(), first
-        self.came = False  # a task, ever
+        self.alone_since, self.limit = time.monotonic(), first
+        self.has_any_come = False  # a task, ever
 
     def __enter__(self) -> "WaitingTasks":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.path.unlink(missing_ok=True)
-        self.guests.close()
+        self.clients.close()
 
     @property
-    def have_gone(self) -> bool:
+    def have_tasks_gone(self) -> bool:
         """Whether nobody waits any more, or nobody came."""
-        if self.guests.connections:
+        if self.clients.connections:
             return False
-        return self.none_can_come or time.monotonic() - self.alone > self.limit
+        return self.can_none_come or time.monotonic() - self.alone_since > self.limit
 
     @property
-    def none_can_come(self) -> bool:
+    def can_none_come(self) -> bool:
         """Whether the step has ended, also before it had any task."""
-        return self.are_over or (self.manager is not None and not self.manager.is_running)
+        return self.is_job_over or (self.manager is not None and not self.manager.is_running)
 
     @property
-    def are_there(self) -> bool:
+    def is_any_waiting(self) -> bool:
         """Whether a task waits at this moment: its job is not over then."""
-        self._look(-1, 0.0)
-        return bool(self.guests.connections)
+        self._serve_connections(-1, 0.0)
+        return bool(self.clients.connections)
 
     @property
-    def are_over(self) -> bool:
+    def is_job_over(self) -> bool:
         """Whether the job's Epilog has been here: it deletes the socket before the lease."""
         return not self.path.exists()
 
-    def must_wait(self) -> None:
+    def check_any_waiting(self) -> None:
         """Raises Declined where the last task has ended and no other comes.
 
         Returns as soon as a task waits; before the first, unless the step has ended.
         """
-        while not self.are_there and (self.came or self.none_can_come):
-            if self.have_gone:
+        while not self.is_any_waiting and (self.has_any_come or self.can_none_come):
+            if self.have_tasks_gone:
                 raise Declined("stopped", ALL_TASKS_ENDED)
             self.wait(-1)
 
     def wait(self, fd: int) -> None:
         """Waits a moment for something to read at `fd`, if that is one, or for another task."""
-        self._look(fd, TURN)
+        self._serve_connections(fd, TURN)
 
-    def _look(self, fd: int, seconds: float) -> None:
-        self.guests.serve_for(seconds, fd)
-        if self.guests.connections:
-            self.alone, self.limit, self.came = time.monotonic(), LAST, True
+    def _serve_connections(self, fd: int, seconds: float) -> None:
+        self.clients.serve_for(seconds, fd)
+        if self.clients.connections:
+            self.alone_since, self.limit, self.has_any_come = time.monotonic(), LAST, True
 
-    def speak(self, text: str) -> None:
+    def send_user_line(self, text: str) -> None:
         """A line for the user, which the first task on the node writes."""
-        self.say("say", f"forestage: {make_printable(text)}")
+        self.broadcast_line("say", f"forestage: {make_printable(text)}")
 
-    def say(self, *fields: str) -> None:
+    def broadcast_line(self, *fields: str) -> None:
         """A line for all of them."""
         line = encode_line(*fields)
         self.lines.append(line)
-        for task in [*self.guests.connections.values()]:
+        for task in [*self.clients.connections.values()]:
             self._send(task, line)
 
-    def _greet(self, task: socket.socket) -> None:
+    def _send_past_lines(self, task: socket.socket) -> None:
         for line in self.lines:
             self._send(task, line)
 
-    def _answer(self, task: socket.socket, asked: bytes) -> None:
+    def _ignore_request(self, task: socket.socket, asked: bytes) -> None:
         """A task says nothing."""
 
     def _send(self, task: socket.socket, line: bytes) -> None:
         try:
             task.send(line, socket.MSG_NOSIGNAL)
         except OSError:  # it has ended, or reads nothing
-            self.guests.disconnect(task)
+            self.clients.disconnect(task)

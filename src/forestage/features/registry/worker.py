@@ -46,7 +46,7 @@ class RegistryWorker:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def words(self) -> list[WorkerMessage]:
+    def read_messages(self) -> list[WorkerMessage]:
         """What it said since the last call; the last word ever is Present or Refused.
 
         Once `ended` is set there will be no more.
@@ -55,7 +55,7 @@ class RegistryWorker:
             return []
         found: list[WorkerMessage] = []
         try:
-            for line in self._lines():
+            for line in self._read_lines():
                 found.append(worker_messages.decode_message(line))
                 if isinstance(found[-1], ImageReady | ImportRefused):
                     self.ended = True
@@ -81,7 +81,7 @@ class RegistryWorker:
         self._program.kill()
         self._program.wait(GRACE)
 
-    def _lines(self) -> list[bytes]:
+    def _read_lines(self) -> list[bytes]:
         """The whole lines that can be read now. Raises WorkerProtocolError."""
         data = b""
         with contextlib.suppress(BlockingIOError):
@@ -108,7 +108,7 @@ def start_worker(
     user: User | None,
     order: ImportOrder,
     environ_fd: int,
-    enter: Callable[[], None] = run.stay_in_cgroups,
+    enter_cgroups: Callable[[], None] = run.stay_in_cgroups,
 ) -> RegistryWorker:
     """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
 
@@ -117,4 +117,4 @@ def start_worker(
     order = msgspec.structs.replace(order, environ_fd=environ_fd, apart=user is not None)
     argv = (sys.executable, "-I", "-m", MODULE, worker_messages.encode_order(order))
     given = (environ_fd,) if environ_fd >= 0 else ()
-    return RegistryWorker(run.start_piped_program(user, argv, given, enter))
+    return RegistryWorker(run.start_piped_program(user, argv, given, enter_cgroups))

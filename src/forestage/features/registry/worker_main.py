@@ -49,14 +49,14 @@ def main(argv: list[str]) -> int:
             order = worker_messages.decode_order(argv[0])
             directory = order.directory
             path = obtain_image(order, asker, clock)
-            asker.say(ImageReady(os.fspath(path)))
+            asker.send_message(ImageReady(os.fspath(path)))
         except Declined as error:
             free = _free_bytes(directory) if error.reason == "store-full" else 0
-            asker.say(ImportRefused(error.reason, str(error), free))
+            asker.send_message(ImportRefused(error.reason, str(error), free))
         except WorkerProtocolError as error:
-            asker.say(ImportRefused("registry-odd", str(error)))
+            asker.send_message(ImportRefused("registry-odd", str(error)))
         except OSError as error:
-            asker.say(ImportRefused("store-gone", str(error)))
+            asker.send_message(ImportRefused("store-gone", str(error)))
         return 0
     return 1
 
@@ -68,13 +68,13 @@ def _free_bytes(directory: str) -> int:
     return 0
 
 
-def obtain_image(order: ImportOrder, asker: ParentPipe, clock: Clock) -> Path:
+def obtain_image(order: ImportOrder, parent: ParentPipe, clock: Clock) -> Path:
     """Returns where the image lies. Raises Declined, ParentGone, WorkerProtocolError, OSError."""
     task = read_order(order, clock)
     store = ImageStore(Path(order.directory), clock, order.cache)
-    digest = choose_digest(task, store, asker, clock)
-    asker.say(DigestResolved(digest, task.name(digest)))
-    return ImageImport(task, digest, store, asker, clock).obtain()
+    digest = choose_digest(task, store, parent, clock)
+    parent.send_message(DigestResolved(digest, task.image_name(digest)))
+    return ImageImport(task, digest, store, parent, clock).obtain()
 
 
 def read_order(order: ImportOrder, clock: Clock) -> ImportTask:
@@ -122,45 +122,47 @@ def _read_environment(fd: int) -> bytes:
         return file.read(environment.MAX_BYTES + 1)
 
 
-def choose_digest(task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock) -> str:
+def choose_digest(task: ImportTask, store: ImageStore, parent: ParentPipe, clock: Clock) -> str:
     """The digest that counts for all of the job; "" where one import by the tag has to do."""
     if task.reference.digest:
         return task.reference.digest
-    said = _wait_for_digest(task, store, asker, clock)
+    said = _wait_for_digest(task, store, parent, clock)
     if said is not None or (task.order.by_tag and task.jobs):
         return said or ""
     try:
         found = resolve.resolve_digest(
             task.reference, task.settings, Deadline.after(RESOLVE, clock)
         )
-        store.set_last(task.text, found)
+        store.record_last_digest(task.canonical_text, found)
     except RegistryDeclined as refused:
         found = _substitute_digest(task, store, refused)
-    asker.must_wait()
-    return store.set_job_digest(task.jobs[-1], task.text, found) if task.jobs else found
+    parent.check_parent()
+    return (
+        store.agree_on_job_digest(task.jobs[-1], task.canonical_text, found) if task.jobs else found
+    )
 
 
 def _wait_for_digest(
-    task: ImportTask, store: ImageStore, asker: ParentPipe, clock: Clock
+    task: ImportTask, store: ImageStore, parent: ParentPipe, clock: Clock
 ) -> str | None:
     """What the node that leads has said; who does not lead waits for that."""
     patience = 0.0 if task.order.leads else task.order.patience
     end = Deadline.after(patience, clock)
     while True:
         for job in task.jobs:
-            said = store.job_digest(job, task.text)
+            said = store.find_job_digest(job, task.canonical_text)
             if said is not None:
                 return said
         if not task.jobs or not end.seconds_left():
             return None
-        asker.must_wait()
+        parent.check_parent()
         clock.sleep(min(POLL, end.seconds_left()))
 
 
 def _substitute_digest(task: ImportTask, store: ImageStore, refused: RegistryDeclined) -> str:
     """What stands in for the digest that a registry did not say. Raises Declined."""
-    if task.order.offline == "use-last" and refused.transient:
-        last = store.last(task.text)
+    if task.order.offline == "use-last" and refused.is_transient:
+        last = store.find_last_digest(task.canonical_text)
         if last:
             return last
     if task.jobs and refused.reason in BY_TAG_REASONS:

@@ -107,7 +107,7 @@ def compute_report(sums: ReportSums, logs: LogCounts, utc_offset: int) -> Saving
         kept_off=sums.kept_off,
         all=sums.total,
         estimate=_estimate_savings(sums, total.seconds),
-        waits=sums.waits.of_waits(),
+        waits=sums.waits.make_wait_stats(),
         through=msgspec.structs.replace(sums.through, ahead=sums.ahead.median()),
         ahead=sums.copied_ahead,
         failed=_most_first(sums.failed),
@@ -148,7 +148,9 @@ def _most_kept_off(groups: dict[str, G]) -> tuple[G, ...]:
 def _sort_nodes(sums: ReportSums) -> tuple[NodeFigures, ...]:
     """Those to look at come first: with failures, then with slow copies."""
     found = (
-        msgspec.structs.replace(node.figures, rate=node.rates.median(), waits=node.waits.of_waits())
+        msgspec.structs.replace(
+            node.figures, rate=node.rates.median(), waits=node.waits.make_wait_stats()
+        )
         for node in sums.nodes.values()
         if node.events
     )

@@ -64,7 +64,7 @@ def _read_log(
                 return
             first_events.add(event)
             is_first = False
-        sums.add(event, name)
+        sums.add_event(event, name)
     counts.logs += 1
 
 

@@ -1,7 +1,7 @@
 """Running sums over the events of many nodes, in memory that does not grow with the logs.
 
-`Sums.add` takes events one by one; figures.py computes the report from the sums. Distributions
-are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour.
+`Sums.add_event` takes events one by one; figures.py computes the report from the sums.
+Distributions are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour.
 """
 
 import math
@@ -44,7 +44,7 @@ class Distribution:
         self.count += 1
         self.largest = max(self.largest, value)
 
-    def at(self, share: float) -> float | None:
+    def quantile(self, share: float) -> float | None:
         """Returns what `share` of all are not above, at most 2 % too high; None without values."""
         below = 0
         for number in sorted(self.bins):
@@ -54,10 +54,10 @@ class Distribution:
         return None
 
     def median(self) -> float | None:
-        return self.at(0.5)
+        return self.quantile(0.5)
 
-    def of_waits(self) -> WaitStats:
-        return WaitStats(self.count, self.median(), self.at(0.95))
+    def make_wait_stats(self) -> WaitStats:
+        return WaitStats(self.count, self.median(), self.quantile(0.95))
 
 
 class TimeWindow(msgspec.Struct, frozen=True):
@@ -214,7 +214,7 @@ class ReportSums:
         self.failed: dict[str, int] = {}
         self.evicted: dict[str, int] = {}
 
-    def add(self, event: EventRecord, log: str) -> None:
+    def add_event(self, event: EventRecord, log: str) -> None:
         """Counts one event; a node's events come in the order of its log.
 
         Events that name no node, such as what `verify` found, are of the log's latest one; before
@@ -271,14 +271,14 @@ class ReportSums:
         slot.read += max(0, outcome.bytes - outcome.from_peers)
         slot.kept_off += outcome.from_peers
         self.kept_off["peers"] += outcome.from_peers
-        image = self._image(outcome)
+        image = self._image_figures(outcome)
         image.copies += 1
         # The stager that copied the resumed bytes was killed, so its seconds are in no event.
         if not outcome.resumed and outcome.bytes and outcome.copying > 0:
             self.rates.add(outcome.bytes / outcome.copying)
             node.rates.add(outcome.bytes / outcome.copying)
 
-    def _image(self, outcome: RequestOutcome | CopyOutcome) -> ImageFigures:
+    def _image_figures(self, outcome: RequestOutcome | CopyOutcome) -> ImageFigures:
         """Of this path, as it is now."""
         image = self.images.setdefault(outcome.image, ImageFigures(outcome.image))
         image.size = outcome.size or image.size
@@ -310,7 +310,7 @@ class ReportSums:
         groups.append(self.users.setdefault(user, GroupFigures(user)))
         groups.append(self.partitions.setdefault(partition, GroupFigures(partition)))
         if outcome.image:
-            groups.append(self._image(outcome))
+            groups.append(self._image_figures(outcome))
         for group in groups:
             group.add(start, found, is_local)
         if start is None:

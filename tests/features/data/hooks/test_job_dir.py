@@ -100,11 +100,11 @@ def test_job_directory_is_recreated_for_another_job_with_the_same_number(dirs: D
             (at / "file").touch()
     other = job_dir.JobDirectory(dirs.node.cache.jobs / "7.0")
     assert job_dir.find_job_dir(dirs.on, dirs.job(7, "", ALICE)) is None
-    made = other.made()
+    made = other.find_record()
     assert made is not None
     assert (made.uid, made.start) == (BOB.uid, 200)
-    assert not made.is_as(msgspec.structs.replace(made, start=201))
-    assert made.is_as(msgspec.structs.replace(made, start=0))
+    assert not made.is_same_run(msgspec.structs.replace(made, start=201))
+    assert made.is_same_run(msgspec.structs.replace(made, start=0))
 
 
 def test_steps_of_a_job_share_the_files_of_the_job_directory(dirs: Dirs) -> None:

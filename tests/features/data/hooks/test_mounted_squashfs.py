@@ -499,7 +499,7 @@ def test_squashfs_is_mounted_through_its_keeper_while_its_copy_runs(
     through = Through(mounting.node, mounting.path)
     job = mounting.job(1)
     with squashfs_server.SquashfsSource() as content:
-        content.through = through.sock
+        content.keeper_socket = through.sock
         name = squashfs_server.start_server(mounting.node.places.served_sockets, job, 1, content)
     assert mounting.show(name).read_text() == TEXT
     mounting.hide()
@@ -515,7 +515,9 @@ def test_private_squashfs_is_mounted_only_for_a_user_with_read_access(
     mounting.staged(1)
     assert mounting.show(mounting.socket(1)).read_text() == TEXT
     with squashfs_server.SquashfsSource() as content:
-        content.entry = mounting.node.cache.image_path(mounting.node.identity(mounting.path).key)
+        content.entry_path = mounting.node.cache.image_path(
+            mounting.node.identity(mounting.path).key
+        )
         name = squashfs_server.start_server(
             mounting.node.places.served_sockets, mounting.job(2, BOB), 1, content
         )

@@ -388,7 +388,7 @@ def test_step_node_list_with_nodes_outside_the_job_is_reduced_to_the_jobs_nodes(
     job = msgspec.structs.replace(job, step_nodelist="evil,n[1-2]")
     found = shared_scan.find_shared_scan(bare, job, 0, "/a/", 0)
     assert found is not None
-    assert (found.first, found.leads) == ("n1", False)
+    assert (found.first, found.is_leader) == ("n1", False)
     job = msgspec.structs.replace(job, step_nodelist="evil,n2")
     assert shared_scan.find_shared_scan(bare, job, 0, "/a/", 0) is None
 
@@ -509,7 +509,7 @@ def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_cor
     cluster: Cluster, path: Path, lie: str, received_scan: Told
 ) -> None:
     """Bytes never come from a look; but root makes of it what the kernel parses."""
-    one = SharedScan(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", leads=True)
+    one = SharedScan(cluster.nodes["n1"].cache, 1, told_name(cluster, path), "n1", is_leader=True)
     one.cache.prepare(require_mount=False)
     shared_scan.make_scan_directory(one.cache, 1)
     files = list(received_scan.found.manifest.files)
@@ -518,11 +518,11 @@ def test_node_scans_the_directory_itself_if_the_first_nodes_scan_is_false_or_cor
     elif lie == "unsound":
         files.append(msgspec.structs.replace(files[-1], path=b"../../etc/passwd"))
     seen = DirectoryManifest(received_scan.path, tuple(files))
-    one.keep(ScannedFiles(seen, {}))
+    one.save_files(ScannedFiles(seen, {}))
     if lie == "garbage":
         (one.cache.looks / "1" / f"{one.name}.files").write_bytes(b"\xc1" * 1000)
     digest = "0" * 64 if lie == "digest" else seen.digest
-    one.tell(msgspec.structs.replace(received_scan.look, digest=digest))
+    one.publish_notice(msgspec.structs.replace(received_scan.look, digest=digest))
     with cluster.serving():
         found = cluster.start("n2", path)
     assert (found.state, found.key) == ("ready", received_scan.found.manifest.digest[:32])
@@ -582,7 +582,7 @@ def test_epilog_and_sweep_remove_the_scans_of_ended_jobs(cluster: Cluster, path:
 
 
 def test_scan_notice_of_an_ended_job_is_not_stored(cluster: Cluster) -> None:
-    one = SharedScan(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", leads=True)
-    one.tell(ScanNotice("looked"))  # the job is over: its directory has gone
-    assert one.kept() is None
+    one = SharedScan(cluster.nodes["n1"].cache, 1, "0" * 32, "n1", is_leader=True)
+    one.publish_notice(ScanNotice("looked"))  # the job is over: its directory has gone
+    assert one.find_files() is None
     assert not one.cache.looks.exists()

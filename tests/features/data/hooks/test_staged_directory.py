@@ -210,12 +210,12 @@ def test_second_job_of_a_staged_directory_has_a_hit_and_copies_nothing(spank: No
 def test_step_reports_each_directory_of_the_comment_as_local_path(spank: Node) -> None:
     path, late = fill(spank), fill(spank, "alice/late")
     staged(spank, 7, path)
-    assert show(spank, 7).local == (str(path),)
+    assert show(spank, 7).local_paths == (str(path),)
     begin(spank, 8, f"stage={late}/,{path}/,{path}/a/")
     for one in (path, late, path / "a"):
         settled(spank, 8, one)
     # One in another is in that one's copy, too.
-    assert show(spank, 8).local == (str(late), str(path), str(path / "a"))
+    assert show(spank, 8).local_paths == (str(late), str(path), str(path / "a"))
 
 
 def test_directory_that_changed_after_it_was_staged_is_declined_for_steps(spank: Node) -> None:

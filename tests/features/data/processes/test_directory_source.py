@@ -76,9 +76,9 @@ def top(tmp_path: Path, me: User) -> Iterator[Top]:
 
 
 def read(tree: DirectorySource) -> bytes:
-    memory = bytearray(tree.made.size)
+    memory = bytearray(tree.layout.size)
     tree.read(0, memoryview(memory))
-    return bytes(memory[tree.made.starts[0] :][:5])
+    return bytes(memory[tree.layout.starts[0] :][:5])
 
 
 def test_opening_a_just_changed_directory_pauses_rescans_and_declines_a_further_change(
@@ -98,7 +98,7 @@ def test_opening_a_directory_unchanged_for_long_does_not_scan_again(
     monkeypatch.setattr(manifest, "scan_directory", lambda *_: pytest.fail("looked at once more"))
     source = tree.open()
     assert top.clock.slept == 0
-    assert (source.size, source.local_bytes) == (tree.made.size, len(tree.made.head))
+    assert (source.size, source.local_bytes) == (tree.layout.size, len(tree.layout.head))
 
 
 def test_directory_source_reads_the_bytes_of_a_file(top: Top) -> None:
@@ -113,10 +113,10 @@ def test_directory_source_reads_each_file_at_its_offset_in_the_image(top: Top) -
     for size in (SMALL, SMALL + 1, 3 * SMALL):
         (top.path / str(size)).write_bytes(os.urandom(size))
     tree = top.opened(HOUR, most=2 * MAX_REQUEST_PIECES)
-    memory = bytearray(tree.made.size)
+    memory = bytearray(tree.layout.size)
     tree.read(0, memoryview(memory))
-    for start, number in zip(tree.made.starts, tree.made.numbers, strict=True):
-        file = tree.found.files[number]
+    for start, number in zip(tree.layout.starts, tree.layout.numbers, strict=True):
+        file = tree.manifest.files[number]
         there = (top.path / os.fsdecode(file.path)).read_bytes()
         assert bytes(memory[start : start + file.size]) == there
 
@@ -135,12 +135,12 @@ def test_directory_source_raises_the_name_of_an_unreadable_file_and_leaves_the_b
 
     monkeypatch.setattr(file_readers, "read_file_into", read_into)
     tree = top.opened(HOUR)
-    memory = bytearray(tree.made.size)
+    memory = bytearray(tree.layout.size)
     with pytest.raises(SourceUnreadable) as caught:
         tree.read(0, memoryview(memory))
     assert caught.value.error.errno == errno.EIO
     assert str(top.path / "other") in str(caught.value)
-    assert not any(memory[len(tree.made.head) :])
+    assert not any(memory[len(tree.layout.head) :])
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -151,7 +151,7 @@ def test_directory_source_read_fails_if_the_file_reader_process_dies(
         monkeypatch.setattr(file_readers, "read_file_into", lambda *_: os._exit(0))
     tree = top.opened(HOUR)
     if when == "before":
-        for reader in tree.readers.all:
+        for reader in tree.readers.processes:
             os.kill(reader.pid, signal.SIGKILL)
             os.waitid(os.P_PID, reader.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(Failed, match="died"):
@@ -169,7 +169,7 @@ def test_directory_source_read_fails_if_the_file_reader_process_fills_too_few_by
 
 def test_closing_a_directory_source_kills_stopped_file_reader_processes(top: Top) -> None:
     tree = top.opened(HOUR)
-    pids = [reader.pid for reader in tree.readers.all]
+    pids = [reader.pid for reader in tree.readers.processes]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     tree.close()
@@ -181,7 +181,7 @@ def test_closing_a_directory_source_kills_stopped_file_reader_processes(top: Top
 
 def test_closing_a_directory_source_ends_its_file_reader_processes(top: Top) -> None:
     tree = top.opened(HOUR)
-    pids = [reader.pid for reader in tree.readers.all]
+    pids = [reader.pid for reader in tree.readers.processes]
     tree.close()
     top.trees.clear()
     for pid in pids:
@@ -198,16 +198,16 @@ def test_hard_link_broken_or_made_during_the_copy_is_declined_as_changed(
 ) -> None:
     (top.path / "further").hardlink_to(top.path / "file")
     tree = top.opened(HOUR)
-    assert len(tree.found.links) == 1
+    assert len(tree.manifest.links) == 1
     assert read(tree) == b"12345"
-    tree.must_be_unchanged()
+    tree.check_unchanged()
     if change == "made":
         (top.path / "third").hardlink_to(top.path / "file")
     else:
         (top.path / "further").unlink()
         (top.path / "further").write_bytes(b"12345" if change == "broken" else b"other")
     with pytest.raises(Declined) as caught:
-        tree.must_be_unchanged()
+        tree.check_unchanged()
     assert caught.value.reason == "changed"
 
 
@@ -217,13 +217,13 @@ def test_copy_by_another_nodes_scan_checks_all_hard_links_of_the_files_read_agai
     for name in ("b", "c"):
         (top.path / name).hardlink_to(top.path / "file")
     tree, asked = top.opened(HOUR), []
-    tree.lent = True
+    tree.is_from_peer = True
     read(tree)
     monkeypatch.setattr(manifest, "sample_files", lambda _: [])
     monkeypatch.setattr(
         manifest, "are_files_unchanged", lambda _, files, __: bool(asked.extend(files)) or True
     )
-    tree.must_be_unchanged()
+    tree.check_unchanged()
     assert [one.path for one in asked] == [b"b", b"c", b"file"]
 
 
@@ -243,7 +243,7 @@ def with_holes(top: Top, data: dict[str, tuple[int, list[int]]]) -> DirectorySou
 
 def in_full(tree: DirectorySource, chunk: int) -> set[int]:
     """The chunks that have a byte other than 0."""
-    memory = bytearray(tree.made.size)
+    memory = bytearray(tree.layout.size)
     tree.read(0, memoryview(memory))
     starts = range(0, len(memory), chunk)
     return {at // chunk for at in starts if any(memory[at : at + chunk])}
@@ -265,7 +265,7 @@ def test_chunk_map_of_a_directory_never_takes_a_chunk_with_data_for_a_hole(
         for number, (size, data) in enumerate(files)
     }
     tree, chunk = with_holes(top, named), blocks * erofs.BLOCK
-    found, head = tree.map_chunks(chunk).to_read, -(-len(tree.made.head) // chunk)
+    found, head = tree.map_chunks(chunk).to_read, -(-len(tree.layout.head) // chunk)
     assert found - set(range(head)) == in_full(tree, chunk) - set(range(head))
     assert set(range(head)) <= found
 
@@ -279,7 +279,7 @@ def test_sparse_file_is_read_in_full_if_lseek_cannot_find_holes(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "lseek", unable)
-    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.layout.size // erofs.BLOCK))
 
 
 def test_holes_of_files_on_a_fuse_file_system_are_read(
@@ -290,10 +290,10 @@ def test_holes_of_files_on_a_fuse_file_system_are_read(
     found = tree.map_chunks(erofs.BLOCK)
     hole = next(
         start // erofs.BLOCK
-        for start, number in zip(tree.made.starts, tree.made.numbers, strict=True)
-        if tree.found.files[number].path == b"hole"
+        for start, number in zip(tree.layout.starts, tree.layout.numbers, strict=True)
+        if tree.manifest.files[number].path == b"hole"
     )
-    assert found.to_read == set(range(tree.made.size // erofs.BLOCK))
+    assert found.to_read == set(range(tree.layout.size // erofs.BLOCK))
     assert found.likely_sparse == set(range(hole, hole + 30))
     assert found.likely_sparse & found.to_reserve == {hole + 3, hole + 4}
 
@@ -303,7 +303,7 @@ def test_files_without_holes_are_not_opened_for_the_chunk_map(
 ) -> None:
     tree = with_holes(top, {"whole": (3, [0, 1, 2]), "short": (0, [])})
     monkeypatch.setattr(DirectorySource, "_open", lambda *_: pytest.fail("opened"))
-    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.made.size // erofs.BLOCK))
+    assert tree.map_chunks(erofs.BLOCK).to_read == set(range(tree.layout.size // erofs.BLOCK))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -338,10 +338,10 @@ def test_sparse_file_written_after_the_scan_is_declined_as_changed(top: Top) -> 
 def test_copy_by_another_nodes_scan_checks_sparse_files_again(top: Top) -> None:
     """It is not read, yet what is shown of it is this node's word."""
     tree = with_holes(top, {"hole": (30, [])})
-    tree.lent = True
+    tree.is_from_peer = True
     tree.map_chunks(erofs.BLOCK)
-    (number,) = tree.found.sparse
-    assert tree.seen == {number}
+    (number,) = tree.manifest.sparse
+    assert tree.files_read == {number}
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "link", "fifo"])
@@ -427,10 +427,10 @@ def test_writers_are_searched_in_proc_twice_per_directory_if_file_leases_prove_n
     )
     tree.open()
     read(tree)
-    tree.must_be_unchanged()
+    tree.check_unchanged()
     assert looks == 2 * [str(top.path)]
     found = str(top.path / "file")
-    for look in (tree.open, tree.must_be_unchanged):
+    for look in (tree.open, tree.check_unchanged):
         with pytest.raises(Declined) as caught:
             look()
         assert caught.value.reason == "written"

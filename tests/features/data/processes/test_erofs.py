@@ -179,10 +179,10 @@ def test_erofs_layout_finds_the_file_of_an_offset() -> None:
     ]
     made = erofs.compute_layout(DirectoryManifest("/top", (ROOT, *files)), {})
     assert made.numbers == (1, 3, 4)
-    assert [made.first(at) for at in made.starts] == [0, 1, 2]
-    assert made.first(made.starts[0] - 1) == -1
-    assert made.first(made.starts[2] - 1) == 1
-    assert made.first(made.size) == 2
+    assert [made.find_file_index(at) for at in made.starts] == [0, 1, 2]
+    assert made.find_file_index(made.starts[0] - 1) == -1
+    assert made.find_file_index(made.starts[2] - 1) == 1
+    assert made.find_file_index(made.size) == 2
 
 
 @pytest.mark.parametrize("size", [1 << 44, (1 << 63) - 1])

@@ -72,7 +72,7 @@ def test_directory_scan_lists_all_files_below_in_order(top: Path, me: User) -> N
     found = look(top, me)
     assert found.path == str(top)
     assert paths(found) == [b"", b"a", b"b", b"b/c", b"b/c/file"]
-    assert (found.files[-1].size, found.bytes) == (5, 5)
+    assert (found.files[-1].size, found.total_bytes) == (5, 5)
     facts = (top / "b/c/file").stat()
     assert (found.files[-1].inode, found.files[-1].mtime_ns) == (facts.st_ino, facts.st_mtime_ns)
 
@@ -217,9 +217,11 @@ def test_directory_scan_stops_listing_once_the_file_limit_is_exceeded(
     for number in range(10 * manifest.NAMES_PER_TURN):
         (top / str(number)).touch()
     listed: list[int] = []
-    real = manifest._ScanLimits.add
+    real = manifest._ScanLimits.add_and_check
     monkeypatch.setattr(
-        manifest._ScanLimits, "add", lambda self, *told: (listed.append(told[0]), real(self, *told))
+        manifest._ScanLimits,
+        "add_and_check",
+        lambda self, *told: (listed.append(told[0]), real(self, *told)),
     )
     assert declined(top, me, 10) == "too-many-files"
     assert sum(listed) == manifest.NAMES_PER_TURN
@@ -486,8 +488,8 @@ def test_directory_scan_records_hard_links_and_counts_their_bytes_once(top: Path
         (b"b/deep", b"a"),
         (b"c", b"a"),
     ]
-    assert found.bytes == 15_000
-    assert found.names == {1: [1, 3, 4]}
+    assert found.total_bytes == 15_000
+    assert found.names_by_inode == {1: [1, 3, 4]}
     manifest.check_manifest(found, {}, 100)
     lent = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=DirectoryManifest)
     assert (lent, lent.digest) == (found, found.digest)

@@ -83,8 +83,10 @@ def test_allowed_mount_point_is_neither_above_nor_below_a_system_directory(
 
 
 def test_existing_mount_point_gives_a_served_line_and_a_missing_point_a_folder_line_too() -> None:
-    assert JobMountPoint("/home/a/x", 5).lines("/run/s") == [("served", "/run/s", "/home/a/x", "5")]
-    assert JobMountPoint("/data/x/y", 0, "/data").lines("/run/s") == [
+    assert JobMountPoint("/home/a/x", 5).format_lines("/run/s") == [
+        ("served", "/run/s", "/home/a/x", "5")
+    ]
+    assert JobMountPoint("/data/x/y", 0, "/data").format_lines("/run/s") == [
         ("folder", "x/y", "/data", "root"),
         ("served", "/run/s", "/data/x/y", "root"),
     ]

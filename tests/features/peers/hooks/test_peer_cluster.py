@@ -125,7 +125,7 @@ def test_peer_service_names_earlier_requesters_of_a_key_to_the_next_node(
     assert copied(node, path).from_peers == 0, "a name that root's list does not have"
     nodes = ("n2", "n3", "n1", "n4")
     found = known_copies.query_known_copies(config, key, "n5", ("n5",), nodes, prover)
-    assert (found.givers, found.readers, found.follows) == (("n4", "n1"), (), False)
+    assert (found.givers, found.readers, found.leaves_reading) == (("n4", "n1"), (), False)
 
 
 def test_first_four_nodes_with_speculative_copies_share_the_reading_and_later_nodes_follow(
@@ -144,12 +144,12 @@ def test_first_four_nodes_with_speculative_copies_share_the_reading_and_later_no
     a, b, c, d = itertools.islice(behind, 4)
     listed = (*served, a, b, c, d)
     found = [
-        known_copies.query_known_copies(config, key, me, (me,), listed, prover, ahead=True)
+        known_copies.query_known_copies(config, key, me, (me,), listed, prover, is_speculative=True)
         for me in ("n2", a, "n4", b, "n3", c)
     ]
     first = ("n2", a, "n4", b)
     assert [one.readers for one in found] == [first[:number] for number in range(4)] + 2 * [first]
-    assert [one.follows for one in found] == [False] * 4 + [True] * 2
+    assert [one.leaves_reading for one in found] == [False] * 4 + [True] * 2
     assert all(set(one.readers) <= set(one.givers) for one in found)
     assert known_copies.query_known_copies(config, key, d, (d,), listed, prover).readers == ()
 
@@ -209,8 +209,8 @@ def test_peer_service_with_reach_job_gives_other_jobs_no_chunks_and_no_names(
     taker = PeerClient(config, ("n1",), "n1", key, prover, OtherJobsPeers(("n2",)))
     receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
     with pytest.raises(PeerRequestError, match="404"):
-        taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
-    taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
+        taker.fetch_chunk("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n1"), receiver)
+    taker.fetch_chunk("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "job n1"), receiver)
 
 
 def test_switched_off_node_is_not_listed_as_giver_for_other_jobs(
@@ -298,12 +298,12 @@ def test_notice_of_wrong_bytes_is_forwarded_to_the_nodes_that_took_the_readers_c
     )
     taker = PeerClient(config, ("n3",), "n3", key, prover, OtherJobsPeers(("n2",)))
     receiver = ChunkReceiver(memoryview(bytearray(CHUNK)), lambda *_: None, lambda *_: None, bool)
-    taker.fetch("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
+    taker.fetch_chunk("n2", ChunkRequest(0, 0, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
     node_list.write_list(node.places, PeerNodeList(time.time(), {"n1": "", "n2": ""}))
     assert copied(node, path).from_peers == 0
     until(lambda: noticed(peers["n2"], key) == noticed(peers["n3"], key) == {"n4"}, "notices")
     with pytest.raises(PeerRequestError, match="404"):
-        taker.fetch("n2", ChunkRequest(1, CHUNK, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
+        taker.fetch_chunk("n2", ChunkRequest(1, CHUNK, CHUNK, HANGS, 0.0, "cluster n3"), receiver)
 
 
 @pytest.mark.parametrize(("reader", "goes"), [("n4", True), ("n1", False)])

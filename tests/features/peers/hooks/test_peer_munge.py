@@ -82,7 +82,7 @@ def test_munge_credential_of_another_user_is_refused(
 def test_munge_credential_cannot_be_decoded_by_other_users(
     munged: Munged, mine: MungeAuthenticator
 ) -> None:
-    text = mine.offer(image().key).text
+    text = mine.make_credential(image().key).text
     ran = subprocess.run(
         ["unmunge", f"--socket={munged.socket}"],
         input=text.encode(),
@@ -98,7 +98,7 @@ def test_munge_credential_cannot_be_decoded_by_other_users(
 def test_munge_credential_used_a_second_time_is_refused(
     stranger: Stranger, mine: MungeAuthenticator
 ) -> None:
-    said = mine.offer(image().key).text.encode()
+    said = mine.make_credential(image().key).text.encode()
     assert stranger.ask("/v1/session", "POST", said)[0] == 200
     assert stranger.ask("/v1/session", "POST", said)[0] == 403
 
@@ -137,8 +137,8 @@ def test_munge_command_lines_contain_no_secret(
         return real(argv, *args, **limits)  # type: ignore[arg-type]
 
     monkeypatch.setattr(auth.run, "run_program", spy)
-    offer = mine.offer(image().key)
-    assert mine.read(offer.text).secret == offer.secret
+    offer = mine.make_credential(image().key)
+    assert mine.read_credential(offer.text).secret == offer.secret
     assert seen
     assert not [word for word in seen if offer.secret.hex() in word or offer.text in word]
 
@@ -174,6 +174,6 @@ def test_hanging_munged_raises_a_peer_error(
     munged = Munged(tmp_path / "a")
     os.kill(munged.process.pid, signal.SIGSTOP)
     with pytest.raises(PeerError):
-        MungeAuthenticator(str(munged.socket)).offer(image().key)
+        MungeAuthenticator(str(munged.socket)).make_credential(image().key)
     os.kill(munged.process.pid, signal.SIGCONT)
     munged.end()

@@ -347,10 +347,10 @@ def test_peer_service_gives_a_published_scan_and_its_file_list(
     node: Node, published_scan: Path
 ) -> None:
     asked = first(node)
-    assert (asked.ask(), asked.ask(".files"), asked.ask()) == (b"found", b"files", b"found")
+    assert (asked.query(), asked.query(".files"), asked.query()) == (b"found", b"files", b"found")
     (published_scan / OTHER_KEY).unlink()
-    assert asked.ask() is None
-    assert first(node, job=8).ask() is None
+    assert asked.query() is None
+    assert first(node, job=8).query() is None
     asked.close()
 
 
@@ -388,7 +388,7 @@ def test_link_in_place_of_a_published_scan_is_not_followed(
     (published_scan / OTHER_KEY).unlink()
     (published_scan / OTHER_KEY).symlink_to("/etc/passwd")
     with pytest.raises(PeerError):
-        first(node).ask()
+        first(node).query()
 
 
 @pytest.mark.parametrize("lie", ["bytes", "mac", "none"])
@@ -410,7 +410,7 @@ def test_scan_response_changed_in_transit_is_rejected(
     monkeypatch.setattr(http.client.HTTPResponse, "read", read)
     monkeypatch.setattr(http.client.HTTPMessage, "get", header)
     with pytest.raises(PeerError, match="wrong"):
-        first(node).ask()
+        first(node).query()
 
 
 def test_scan_response_over_the_size_limit_is_rejected(
@@ -418,7 +418,7 @@ def test_scan_response_over_the_size_limit_is_rejected(
 ) -> None:
     monkeypatch.setattr(queried_node, "MAX_REPLY_BYTES", 4)
     with pytest.raises(PeerError, match="5 bytes"):
-        first(node).ask()
+        first(node).query()
 
 
 def test_scan_client_reconnects_after_a_restart_of_the_peer_service(own_node: Node) -> None:
@@ -427,7 +427,7 @@ def test_scan_client_reconnects_after_a_restart_of_the_peer_service(own_node: No
     asked = first(own_node)
     for _ in range(2):
         with own_node.serving():
-            assert asked.ask() == b"found"
+            assert asked.query() == b"found"
 
 
 # --- credentials
@@ -445,7 +445,7 @@ def test_credential_of_another_key_file_opens_no_session(node: Node, key: str) -
 
 
 def test_credential_opens_one_session_only(node: Node, key: str) -> None:
-    offer = SHARED.offer(key)
+    offer = SHARED.make_credential(key)
     assert [Stranger(node.port).send_credential(offer) for _ in range(2)] == [200, 403]
 
 
@@ -453,7 +453,7 @@ def test_replayed_credential_on_another_node_opens_a_session_that_gets_no_chunk(
     own_node: Node, known: Stranger, key: str
 ) -> None:
     """Neither a request of one's own nor one that was recorded has a right MAC there."""
-    offer = SHARED.offer(key)
+    offer = SHARED.make_credential(key)
     assert known.send_credential(offer) == 200
     assert known.chunk(key, 0, counter=5) == 206
     own_node.publish()
@@ -827,7 +827,7 @@ def test_peer_service_records_a_proven_client_only_from_another_address(
     """This node's own copies ask it from its own address, and prove nothing."""
     node.places.proven_node.unlink(missing_ok=True)
     name = "ab" * 16
-    first(node, 1, name).ask()
+    first(node, 1, name).query()
     assert proven_node.find_proven_node(node.places) is None
     real = socket.socket.connect
 
@@ -836,7 +836,7 @@ def test_peer_service_records_a_proven_client_only_from_another_address(
         real(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect)
-    first(node, 1, name).ask()
+    first(node, 1, name).query()
     noted = proven_node.find_proven_node(node.places)
     assert noted is not None
     assert noted.node == "127.0.0.2"

@@ -72,9 +72,9 @@ def test_peer_that_does_not_answer_is_recorded_as_silent_and_a_refusing_peer_is_
         if not silent:  # this host may be slow
             monkeypatch.setattr(client, "SILENCE", NEVER)
         with pytest.raises(PeerRequestError):
-            copy.greet("n1", lambda: False)
+            copy.open_session("n1", lambda: False)
     assert is_silent(node) == silent
-    assert copy.silent() == ({"n1"} if silent else set())
+    assert copy.list_silent_nodes() == ({"n1"} if silent else set())
 
 
 def test_answer_of_a_peer_clears_its_silent_record(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_answer_of_a_peer_clears_its_silent_record(tmp_path: Path) -> None:
         copy = Client(node, node.publish()).peers
         silent_nodes.record_silence(node.places, "n1", time.monotonic())
         assert is_silent(node)
-        copy.greet("n1", lambda: False)
+        copy.open_session("n1", lambda: False)
         assert not is_silent(node)
 
 
@@ -95,7 +95,7 @@ def test_peer_with_another_protocol_version_is_refused_and_not_recorded_as_silen
     with node.serving("auth.PROTOCOL = 'forestage-0'\n"):
         copy = Client(node, node.publish()).peers
         with pytest.raises(PeerRequestError) as caught:
-            copy.greet("n1", lambda: False)
+            copy.open_session("n1", lambda: False)
         assert caught.value.why == "refused"
         node.until_said(b"another")
     assert not is_silent(node)

@@ -132,20 +132,20 @@ class Watched(PeerClient):
         self.bad, self.image = bad, image
         self.asks = {node: itertools.count(1) for node in NODES}
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
+    def fetch_chunk(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         bad, ask = self.bad.get(peer), next(self.asks[peer])
         if bad is None or bad.mishap.meanwhile is None or ask != bad.moment.ask:
-            return super().fetch(peer, chunk, receiver)
+            return super().fetch_chunk(peer, chunk, receiver)
         happen = bad.mishap.meanwhile
         if not bad.moment.answered:
             happen(bad.node, self.image)
-            return super().fetch(peer, chunk, receiver)
+            return super().fetch_chunk(peer, chunk, receiver)
 
         def says(*said: str) -> None:
             happen(bad.node, self.image)
-            receiver.peer_says(*said)
+            receiver.on_digest(*said)
 
-        return super().fetch(peer, chunk, msgspec.structs.replace(receiver, peer_says=says))
+        return super().fetch_chunk(peer, chunk, msgspec.structs.replace(receiver, on_digest=says))
 
 
 class Site(NamedTuple):

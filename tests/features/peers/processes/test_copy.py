@@ -29,7 +29,7 @@ from peering import OtherNode
 
 CONTENT = b"container " * (1 << 14)
 # Nothing is read beside the first connection, nor in others' stead.
-FROM_PEERS = SchedulePolicy(careful=0, probe=600.0, grace=600.0)
+FROM_PEERS = SchedulePolicy(max_probe_reads=0, probe=600.0, grace=600.0)
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def test_copy_outcome_counts_uploaded_bytes_of_its_own_key_during_the_copy(
     task: CopyTask, other: OtherNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads = UploadCountWriter(task.node.places.peer_counts, since=1.0)
-    uploads.uploaded(task.key, 100)
-    uploads.uploaded("another", 1000)
+    uploads.count_chunk(task.key, 100)
+    uploads.count_chunk("another", 1000)
     uploads.flush()
     real = peer_copy.copy_with_peers
 
     def copying(*of: Any) -> Any:
-        uploads.uploaded(task.key, 11)
+        uploads.count_chunk(task.key, 11)
         uploads.flush()
         return real(*of)
 

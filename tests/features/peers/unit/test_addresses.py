@@ -37,20 +37,24 @@ LISTED = {"n1": "10.77.0.2", "n2": "", "n3": "host3"}
 def test_peer_address_is_nodeaddr_or_follows_the_sites_pattern(
     pattern: str, node: str, expected: ServiceAddress
 ) -> None:
-    assert NodeAddresses(PeersSection(address=pattern), LISTED).of(node) == expected
+    assert NodeAddresses(PeersSection(address=pattern), LISTED).node_address(node) == expected
 
 
 def test_peer_addresses_come_from_the_node_list_or_are_node_names_without_a_list(
     tmp_path: Path,
 ) -> None:
     places = NodePaths(tmp_path)
-    assert addresses.load_addresses(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
+    assert addresses.load_addresses(PeersSection(), places).node_address("n1") == ServiceAddress(
+        "n1", 7717
+    )
     node_list.write_list(places, PeerNodeList(time.time(), {"n1": "10.77.0.2"}))
-    assert addresses.load_addresses(PeersSection(), places).of("n1").host == "10.77.0.2"
+    assert addresses.load_addresses(PeersSection(), places).node_address("n1").host == "10.77.0.2"
     places.nodes.unlink()
     places.nodes.parent.rmdir()
     places.nodes.parent.touch()
-    assert addresses.load_addresses(PeersSection(), places).of("n1") == ServiceAddress("n1", 7717)
+    assert addresses.load_addresses(PeersSection(), places).node_address("n1") == ServiceAddress(
+        "n1", 7717
+    )
 
 
 @pytest.fixture
@@ -64,7 +68,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def opens(address: ServiceAddress) -> None:
     line = PeerConnection(address)
-    line.open(ResponseDeadline(0.0, time.monotonic() + 60, lambda: False))
+    line.ensure_open(ResponseDeadline(0.0, time.monotonic() + 60, lambda: False))
     line.close()
 
 
@@ -96,7 +100,7 @@ def test_hanging_name_service_is_waited_for_once_per_peer(
         for _ in range(2):
             opens(ServiceAddress("n1-ib", port, "127.0.0.1"))
         assert asked == ["n1-ib"]
-        opens(NodeAddresses(PeersSection(port=port), {"n1-ib": "127.0.0.1"}).of("n1-ib"))
+        opens(NodeAddresses(PeersSection(port=port), {"n1-ib": "127.0.0.1"}).node_address("n1-ib"))
         assert asked == ["n1-ib"]
     finally:
         end.set()

@@ -27,20 +27,20 @@ def key_file(path: Path, content: bytes = b"a" * 32, mode: int = 0o600) -> Path:
 def test_key_file_credential_yields_the_same_secret_without_containing_the_secret(
     tmp_path: Path,
 ) -> None:
-    prover = KeyFileAuthenticator.load(key_file(tmp_path / "key"))
-    offer = prover.offer("k")
-    claim = OURS.read(offer.text)
+    prover = KeyFileAuthenticator.from_file(key_file(tmp_path / "key"))
+    offer = prover.make_credential("k")
+    claim = OURS.read_credential(offer.text)
     assert (claim.key, claim.secret) == ("k", offer.secret)
     assert offer.secret.hex() not in offer.text
-    assert prover.offer("k").secret != offer.secret
+    assert prover.make_credential("k").secret != offer.secret
 
 
 @pytest.mark.parametrize("field", ["protocol", "key", "nonce", "mac"])
 def test_key_file_credential_with_a_changed_field_is_refused(field: str) -> None:
-    said = msgspec.json.decode(OURS.offer("k").text)
+    said = msgspec.json.decode(OURS.make_credential("k").text)
     for changed in ("", "0", said[field] + "0", said[field][:-1]):
         with pytest.raises(BadCredential):
-            OURS.read(msgspec.json.encode(said | {field: changed}).decode())
+            OURS.read_credential(msgspec.json.encode(said | {field: changed}).decode())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_key_file_that_is_short_world_readable_or_not_owned_is_refused(
     path = key_file(tmp_path / "key", content, mode)
     monkeypatch.setattr(auth.os, "geteuid", lambda: path.stat().st_uid + reader)
     with pytest.raises(PeerError, match=r"mode 0600|expected 32"):
-        KeyFileAuthenticator.load(path)
+        KeyFileAuthenticator.from_file(path)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_key_file_credential_older_or_newer_than_its_lifetime_is_refused(
     monkeypatch: pytest.MonkeyPatch, age: float, is_good: bool
 ) -> None:
     monkeypatch.setattr(auth.time, "time", lambda: 1e9)
-    offer = OURS.offer("k")
+    offer = OURS.make_credential("k")
     monkeypatch.setattr(auth.time, "time", lambda: 1e9 + age)
     with contextlib.nullcontext() if is_good else pytest.raises(BadCredential, match="ago"):
-        OURS.read(offer.text)
+        OURS.read_credential(offer.text)
 
 
 WORDS = st.lists(st.text(alphabet="a1:", max_size=4), min_size=4, max_size=4)
@@ -98,10 +98,10 @@ def test_session_mac_differs_from_response_mac_and_comparison_accepts_non_ascii(
 
 def test_authenticator_check_fails_if_its_own_credential_is_refused(tmp_path: Path) -> None:
     class Lost:
-        def offer(self, key: str) -> auth.Credential:
+        def make_credential(self, key: str) -> auth.Credential:
             return auth.Credential("", b"")
 
-        def read(self, text: str) -> auth.VerifiedClaim:
+        def read_credential(self, text: str) -> auth.VerifiedClaim:
             raise BadCredential("made by uid 5")
 
     with pytest.raises(PeerError, match="uid 5"):
@@ -130,28 +130,28 @@ def test_derived_key_equals_the_test_vector_of_rfc_5869() -> None:
 
 def test_auth_slurm_credential_is_not_readable_with_the_raw_slurm_key(tmp_path: Path) -> None:
     prover = auth.make_authenticator(None, site(tmp_path))
-    offer = prover.offer("k")
-    assert prover.read(offer.text).secret == offer.secret
+    offer = prover.make_credential("k")
+    assert prover.read_credential(offer.text).secret == offer.secret
     auth.check_authenticator(prover)
     for other in (
         KeyFileAuthenticator(SHARED),
         KeyFileAuthenticator(auth.derive_key(SHARED, b"other")),
     ):
         with pytest.raises(BadCredential, match="another key"):
-            other.read(offer.text)
+            other.read_credential(offer.text)
 
 
 def test_replaced_slurm_key_is_used_without_a_restart(tmp_path: Path) -> None:
     places = site(tmp_path)
     prover = auth.make_authenticator(None, places)
-    before = prover.offer("k")
+    before = prover.make_credential("k")
     key_file(tmp_path / "etc/slurm/slurm.key", b"n" * 32)
     with pytest.raises(BadCredential, match="another key"):
-        prover.read(before.text)
-    assert prover.read(prover.offer("k").text).key == "k"
+        prover.read_credential(before.text)
+    assert prover.read_credential(prover.make_credential("k").text).key == "k"
     (tmp_path / "etc/slurm/slurm.key").unlink()
     with pytest.raises(PeerError, match=r"slurm\.key"):
-        prover.read(before.text)
+        prover.read_credential(before.text)
 
 
 def test_nodes_with_old_and_new_slurm_keys_accept_credentials_mutually() -> None:
@@ -160,8 +160,8 @@ def test_nodes_with_old_and_new_slurm_keys_accept_credentials_mutually() -> None
         KeyFileAuthenticator(b"n" * 32, (b"o" * 32,)),
     )
     for one, other in ((before, after), (after, before)):
-        offer = one.offer("k")
-        assert other.read(offer.text).secret == offer.secret
+        offer = one.make_credential("k")
+        assert other.read_credential(offer.text).secret == offer.secret
 
 
 @pytest.mark.parametrize(("auth_type", "why"), [("auth/none", "AuthType"), ("auth/slurm", "slurm")])

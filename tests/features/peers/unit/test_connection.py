@@ -49,7 +49,9 @@ def test_slowly_arriving_chunk_does_not_wake_its_thread_for_each_packet(
         thread.start()
         line = PeerConnection(ServiceAddress("127.0.0.1", server.getsockname()[1]))
         try:
-            answer = line.ask("GET", "/", {}, ResponseDeadline(5.0, start + 600, lambda: False))
+            answer = line.fetch_response(
+                "GET", "/", {}, ResponseDeadline(5.0, start + 600, lambda: False)
+            )
             got = bytearray(PIECE * PIECES)
             assert answer.readinto(got) == len(got)
         finally:

@@ -18,27 +18,27 @@ NODES = tuple(f"n{number}" for number in range(100))
 
 def test_requester_table_names_earlier_requesters_of_the_same_key() -> None:
     askers = RequesterTable()
-    assert askers.ask("k", "n1", 0.0) == ()
-    assert askers.ask("k", "n2", 1.0) == ("n1",)
-    assert askers.ask("other", "n2", 2.0) == ()
-    assert askers.ask("k", "n1", 3.0) == ("n2",), "nobody is told of themselves"
-    assert askers.ask("k", "n3", 4.0) == ("n2", "n1")
+    assert askers.record_and_list("k", "n1", 0.0) == ()
+    assert askers.record_and_list("k", "n2", 1.0) == ("n1",)
+    assert askers.record_and_list("other", "n2", 2.0) == ()
+    assert askers.record_and_list("k", "n1", 3.0) == ("n2",), "nobody is told of themselves"
+    assert askers.record_and_list("k", "n3", 4.0) == ("n2", "n1")
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_requester_table_names_the_last_or_the_first_four_requesters(first: bool) -> None:
     askers = RequesterTable(first=first)
     for number in range(9):
-        askers.ask("k", f"n{number}", float(number))
+        askers.record_and_list("k", f"n{number}", float(number))
     named = range(4) if first else range(5, 9)
-    assert askers.ask("k", "new", 9.0) == tuple(f"n{number}" for number in named)
+    assert askers.record_and_list("k", "new", 9.0) == tuple(f"n{number}" for number in named)
 
 
 def test_requester_table_drops_a_requester_after_an_hour() -> None:
     askers = RequesterTable()
-    askers.ask("k", "n1", 0.0)
-    askers.ask("k", "n2", 100.0)
-    assert askers.ask("k", "n3", known_copies.REMEMBERED_SECONDS + 1) == ("n2",)
+    askers.record_and_list("k", "n1", 0.0)
+    askers.record_and_list("k", "n2", 100.0)
+    assert askers.record_and_list("k", "n3", known_copies.REMEMBERED_SECONDS + 1) == ("n2",)
 
 
 def test_requester_table_keeps_the_most_recently_requested_keys(
@@ -47,10 +47,10 @@ def test_requester_table_keeps_the_most_recently_requested_keys(
     monkeypatch.setattr(known_copies, "KEYS", 3)
     askers = RequesterTable()
     for key in ("a", "b", "c", "a", "d"):
-        askers.ask(key, "n1", 0.0)
-    named = {key: askers.ask(key, "n2", 1.0) for key in ("d", "a", "c")}
+        askers.record_and_list(key, "n1", 0.0)
+    named = {key: askers.record_and_list(key, "n2", 1.0) for key in ("d", "a", "c")}
     assert named == dict.fromkeys(named, ("n1",))
-    assert askers.ask("b", "n2", 1.0) == ()
+    assert askers.record_and_list("b", "n2", 1.0) == ()
 
 
 def test_all_nodes_ask_the_same_three_nodes_for_a_key() -> None:

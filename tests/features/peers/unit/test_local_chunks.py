@@ -77,7 +77,7 @@ def test_local_chunk_of_an_entry_or_part_is_found_with_its_digest(
         assert isinstance(found, PresentChunk)
         assert found.digest == digest.digest_chunk(data)
         assert read(found) == data
-    assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(beyond=True)
+    assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(is_beyond_end=True)
     assert local_chunks.read_map(cache, KEY) == DIGESTS
 
 
@@ -142,7 +142,7 @@ def test_local_chunk_is_found_while_its_copy_is_flushed_for_publishing(cache: Ca
     published_so_far(cache)
     with lock.held(cache.key_lock(KEY), 0):
         assert read(local_chunks.locate_chunk(cache, KEY, 1)) == b"bbbbbbbb"
-        assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(beyond=True)
+        assert local_chunks.locate_chunk(cache, KEY, 3) == AbsentChunk(is_beyond_end=True)
 
 
 def test_local_chunk_is_absent_after_a_crash_during_publishing(cache: Cache) -> None:
@@ -195,7 +195,9 @@ def test_chunk_arrival_wakes_only_the_waiters_for_that_chunk(cache: Cache) -> No
 
     async def scene() -> list[bool]:
         arrivals = ChunkArrivalPoller(cache)
-        waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in (0, 1, 1)]
+        waits = [
+            asyncio.create_task(arrivals.wait_for_chunk("k", number, 600.0)) for number in (0, 1, 1)
+        ]
         await asyncio.sleep(0.05)
         assert not any(wait.done() for wait in waits)
         note_arrived(cache, False, True)
@@ -224,9 +226,9 @@ def test_waiters_for_chunks_share_one_poll_that_ends_with_the_last_waiter(
 
     async def scene() -> None:
         arrivals = ChunkArrivalPoller(cache)
-        await asyncio.gather(*(arrivals.wait("k", 0, 600.0) for _ in range(100)))
+        await asyncio.gather(*(arrivals.wait_for_chunk("k", 0, 600.0) for _ in range(100)))
         assert looks == 3
-        await arrivals.wait("k", 1, 0.05)
+        await arrivals.wait_for_chunk("k", 1, 0.05)
         await asyncio.sleep(5 * local_chunks.POLL)
         before = looks
         await asyncio.sleep(5 * local_chunks.POLL)
@@ -254,18 +256,20 @@ def test_copy_published_during_the_search_gives_other_jobs_only_permitted_chunks
 
     monkeypatch.setattr(chunk_readers, "find_chunk_readers", read)
     known = local_chunks.read_copy_state(cache, KEY)
-    assert [known.here(number) for number in (0, 1, 2, None)] == [0b01, 0b10, 0, 0b11]
-    assert known.for_other_jobs(known.here()) == 0b01
-    assert known.noted is not None
-    assert known.noted.reader(1) == "n9"
+    assert [known.chunks_here(number) for number in (0, 1, 2, None)] == [0b01, 0b10, 0, 0b11]
+    assert known.chunks_for_other_jobs(known.chunks_here()) == 0b01
+    assert known.read_by is not None
+    assert known.read_by.find_reader(1) == "n9"
 
 
 def test_end_of_the_peer_service_wakes_all_waiters_for_chunks(cache: Cache) -> None:
     async def scene() -> None:
         arrivals = ChunkArrivalPoller(cache)
-        waits = [asyncio.create_task(arrivals.wait("k", number, 600.0)) for number in range(3)]
+        waits = [
+            asyncio.create_task(arrivals.wait_for_chunk("k", number, 600.0)) for number in range(3)
+        ]
         await asyncio.sleep(0)
-        arrivals.end()
+        arrivals.wake_waiters()
         await asyncio.gather(*waits)
 
     asyncio.run(scene())

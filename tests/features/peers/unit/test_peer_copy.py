@@ -58,31 +58,31 @@ class Fake(PeerClient):
         self.told: list[tuple[str, str]] = []
         self.before: Callable[[str, int], None] = lambda peer, number: None
 
-    def wrong(self) -> frozenset[str]:
+    def list_wrong_readers(self) -> frozenset[str]:
         return frozenset(self.noticed)
 
-    def tell(self, giver: str, reader: str) -> None:
+    def report_wrong_reader(self, giver: str, reader: str) -> None:
         self.told.append((giver, reader))
 
-    def silent(self) -> frozenset[str]:
+    def list_silent_nodes(self) -> frozenset[str]:
         return frozenset()
 
-    def greet(self, peer: str, stop: Callable[[], bool]) -> None:
+    def open_session(self, peer: str, stop: Callable[[], bool]) -> None:
         if self.bad.get(peer) == "refused":
             raise PeerRequestError("refused", "")
 
-    def fetch(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
+    def fetch_chunk(self, peer: str, chunk: ChunkRequest, receiver: ChunkReceiver) -> bytes:
         self.asked.append((peer, chunk.number))
         self.before(peer, chunk.number)
         why = self.bad.get(peer)
         if why in ("refused", "silent", "absent"):
             raise PeerRequestError(why, "")
-        receiver.peer_has(self.has, False)
+        receiver.on_peer_chunks(self.has, False)
         if not self.has >> chunk.number & 1:
             raise PeerRequestError("absent", "")
         data = self.lies.get(peer, self.data)
         said = digest.digest_chunk(data[chunk.start : chunk.start + chunk.size]).hex()
-        receiver.peer_says(said, self.read_by.get(peer, ""))
+        receiver.on_digest(said, self.read_by.get(peer, ""))
         running = digest.RunningDigest()
         end, buffer = chunk.start + chunk.size, receiver.buffer
         for at in range(chunk.start, end, len(buffer)):
@@ -164,7 +164,13 @@ def patient(monkeypatch: Patch) -> None:
     def policy(threads: int, nodes: int) -> SchedulePolicy:
         found = real(threads, nodes)
         return msgspec.structs.replace(
-            found, careful=0, probe=600.0, grace=600.0, patience=600.0, longest=600.0, hung=600.0
+            found,
+            max_probe_reads=0,
+            probe=600.0,
+            grace=600.0,
+            patience=600.0,
+            max_transfer_time=600.0,
+            silent_backoff=600.0,
         )
 
     monkeypatch.setattr(peer_copy, "make_policy", policy)
@@ -176,7 +182,7 @@ def everything() -> int:
 
 def share(me: str = "a") -> set[int]:
     ring = NodeRing("key", ("a", "b", "c", "d"))
-    return {number for number in range(COUNT) if ring.reader(number) == me}
+    return {number for number in range(COUNT) if ring.find_reader(number) == me}
 
 
 def test_peer_copy_reads_no_source_if_peers_have_all_chunks(pair: Pair, patient: None) -> None:
@@ -336,14 +342,14 @@ def test_late_wrong_bytes_of_a_slow_peer_do_not_overwrite_a_complete_chunk(pair:
     fake.before = before
     fake.bad["b"] = "wrong"
     for ask in (liar, honest):
-        run.schedule.asks[ask] = 0.0
+        run.schedule.transfers[ask] = 0.0
         run.chunk_locks.setdefault(number, threading.Lock())
     thread = threading.Thread(
-        target=run._bring, args=(liar, source_reader.allocate_piece_buffer(CHUNK), False)
+        target=run._transfer_chunk, args=(liar, source_reader.allocate_piece_buffer(CHUNK), False)
     )
     thread.start()
     assert begun.wait(600)
-    run._bring(honest, source_reader.allocate_piece_buffer(CHUNK), True)
+    run._transfer_chunk(honest, source_reader.allocate_piece_buffer(CHUNK), True)
     ended.set()
     thread.join()
     run.close()
@@ -358,9 +364,9 @@ def test_second_transfer_of_a_chunk_writes_nothing_before_its_digest_matches(pai
     fake.bad["b"] = "wrong"
     run = run_of(pair, fake)
     ask = peer_copy.ChunkTransfer(3, "b")
-    run.schedule.asks[ask] = 0.0
+    run.schedule.transfers[ask] = 0.0
     run.chunk_locks[3] = threading.Lock()
-    run._bring(ask, source_reader.allocate_piece_buffer(CHUNK), True)
+    run._transfer_chunk(ask, source_reader.allocate_piece_buffer(CHUNK), True)
     run.close()
     assert not any(pair.part.image.read_bytes())
 
@@ -436,11 +442,11 @@ def test_arrival_map_drops_a_chunk_of_a_failed_read_before_a_peer_writes_the_chu
 def test_arrival_map_drops_a_partly_read_chunk_before_a_peer_writes_the_chunk(
     pair: Pair, patient: None, monkeypatch: Patch
 ) -> None:
-    real_policy, real_peer_has = peer_copy.make_policy, ChunkSchedule.peer_has
+    real_policy, real_peer_has = peer_copy.make_policy, ChunkSchedule.record_peer_chunks
     begun, heard = threading.Event(), threading.Event()
 
     def policy(threads: int, nodes: int) -> SchedulePolicy:
-        return msgspec.structs.replace(real_policy(threads, nodes), careful=1)
+        return msgspec.structs.replace(real_policy(threads, nodes), max_probe_reads=1)
 
     def peer_has(one: ChunkSchedule, *about: Any) -> None:
         real_peer_has(one, *about)
@@ -456,12 +462,12 @@ def test_arrival_map_drops_a_partly_read_chunk_before_a_peer_writes_the_chunk(
 
     monkeypatch.setattr(peer_copy, "make_policy", policy)
     monkeypatch.setattr(peer_copy, "PIECE", CHUNK // 4)
-    monkeypatch.setattr(ChunkSchedule, "peer_has", peer_has)
+    monkeypatch.setattr(ChunkSchedule, "record_peer_chunks", peer_has)
     # A busy machine asks for a chunk twice while it is read: the second comes in aside.
-    monkeypatch.setattr(ChunkSchedule, "_second", lambda *_: None)
+    monkeypatch.setattr(ChunkSchedule, "_start_second_fetch", lambda *_: None)
     pair.reading = hold
     readers, fake = Noting(pair.part), Fake(pair.data, everything())
-    monkeypatch.setattr(fake, "greet", greet)
+    monkeypatch.setattr(fake, "open_session", greet)
     unforgotten: list[int] = []
     given: list[int] = []
 
@@ -551,11 +557,11 @@ def test_source_read_decides_which_of_two_peers_gave_wrong_bytes(
     asks = [peer_copy.ChunkTransfer(3, peer) for peer in ("bc" if liar_first else "cb")]
     run.chunk_locks[3] = threading.Lock()
     for ask in asks:
-        run.schedule.asks[ask] = 0.0
+        run.schedule.transfers[ask] = 0.0
     for ask, twice in zip(asks, (False, True), strict=True):
-        run._bring(ask, source_reader.allocate_piece_buffer(CHUNK), twice)
-        run._settle(3, source_reader.allocate_piece_buffer(CHUNK))
-    assert run.liars == {"b"}
+        run._transfer_chunk(ask, source_reader.allocate_piece_buffer(CHUNK), twice)
+        run._settle_dispute(3, source_reader.allocate_piece_buffer(CHUNK))
+    assert run.wrong_peers == {"b"}
     assert run.schedule._peers.is_out("b", 1e9)
     assert not run.schedule._peers.is_out("c", 1e9)
     start, is_in = 3 * CHUNK, 3 not in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
@@ -572,12 +578,16 @@ def test_own_late_read_of_a_chunk_exposes_the_peer_that_gave_wrong_bytes(pair: P
     run = run_of(pair, fake)
     run.chunk_locks[3] = threading.Lock()
     for ask in (peer_copy.ChunkTransfer(3, "b"), peer_copy.ChunkTransfer(3, SOURCE)):
-        run.schedule.asks[ask] = 0.0
-    run._bring(peer_copy.ChunkTransfer(3, "b"), source_reader.allocate_piece_buffer(CHUNK), False)
-    run._bring(peer_copy.ChunkTransfer(3, SOURCE), source_reader.allocate_piece_buffer(CHUNK), True)
-    run._settle(3, source_reader.allocate_piece_buffer(CHUNK))
+        run.schedule.transfers[ask] = 0.0
+    run._transfer_chunk(
+        peer_copy.ChunkTransfer(3, "b"), source_reader.allocate_piece_buffer(CHUNK), False
+    )
+    run._transfer_chunk(
+        peer_copy.ChunkTransfer(3, SOURCE), source_reader.allocate_piece_buffer(CHUNK), True
+    )
+    run._settle_dispute(3, source_reader.allocate_piece_buffer(CHUNK))
     run.close()
-    assert (run.liars, 3 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == (
+    assert (run.wrong_peers, 3 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == (
         {"b"},
         True,
     )
@@ -588,9 +598,11 @@ def test_late_chunk_of_a_peer_known_for_wrong_bytes_is_discarded(pair: Pair) -> 
     fake.lies["b"] = wrong(pair.data)
     run = run_of(pair, fake)
     run.chunk_locks[3] = threading.Lock()
-    run.schedule.asks[peer_copy.ChunkTransfer(3, "b")] = 0.0
-    run.liars.add("b")
-    run._bring(peer_copy.ChunkTransfer(3, "b"), source_reader.allocate_piece_buffer(CHUNK), True)
+    run.schedule.transfers[peer_copy.ChunkTransfer(3, "b")] = 0.0
+    run.wrong_peers.add("b")
+    run._transfer_chunk(
+        peer_copy.ChunkTransfer(3, "b"), source_reader.allocate_piece_buffer(CHUNK), True
+    )
     run.close()
     assert not any(pair.part.image.read_bytes())
     assert 3 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)
@@ -610,7 +622,11 @@ def test_wrong_chunk_invalidates_all_chunks_of_its_reader_from_any_giver(
     monkeypatch.setattr(run, "samples", {7: [(7 * CHUNK, 4096)]})
     bring(run, 7, "c")
     assert {3, 5, 7} & set(list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK)) == {3, 7}
-    assert (run.given["b"], run.given["d"], run.from_peers) == (set(), {5}, CHUNK)
+    assert (run.chunks_by_giver["b"], run.chunks_by_giver["d"], run.from_peers) == (
+        set(),
+        {5},
+        CHUNK,
+    )
     bring(run, 9, "b")
     assert 9 in list_missing_chunks(pair.part.read_digests(), SIZE, CHUNK), (
         "x has read that as well"
@@ -649,8 +665,8 @@ def test_notice_of_wrong_bytes_invalidates_the_readers_chunks_before_the_copy_co
     )
     monkeypatch.setattr(peer_copy, "WRITE_INTERVAL", 1e9 if last else 0.0)
     # Only notices tell: on a busy machine chunks are asked for twice, and both answers compared.
-    monkeypatch.setattr(peer_copy.PeerCopy, "_prove", lambda *_: None)
-    monkeypatch.setattr(peer_copy.PeerCopy, "_settle", lambda *_: None)
+    monkeypatch.setattr(peer_copy.PeerCopy, "_compare_samples", lambda *_: None)
+    monkeypatch.setattr(peer_copy.PeerCopy, "_settle_dispute", lambda *_: None)
     pair.copy(fake)
     pair.check()
     assert fake.told == []
@@ -658,8 +674,8 @@ def test_notice_of_wrong_bytes_invalidates_the_readers_chunks_before_the_copy_co
 
 def bring(run: peer_copy.PeerCopy, number: int, peer: str) -> None:
     run.chunk_locks[number] = threading.Lock()
-    run.schedule.asks[peer_copy.ChunkTransfer(number, peer)] = 0.0
-    run._bring(
+    run.schedule.transfers[peer_copy.ChunkTransfer(number, peer)] = 0.0
+    run._transfer_chunk(
         peer_copy.ChunkTransfer(number, peer), source_reader.allocate_piece_buffer(CHUNK), False
     )
 
@@ -691,7 +707,7 @@ def test_copy_that_was_not_compared_with_the_source_gives_other_jobs_no_chunk(
     assert pair.copy(alone(pair, "x")) == SIZE
     known = chunk_readers.find_chunk_readers(pair.part.directory)
     assert known is not None
-    assert (known.compared, known.may_leave(everything(), is_whole=True)) == (False, 0)
+    assert (known.compared, known.chunks_for_other_jobs(everything(), is_whole=True)) == (False, 0)
 
 
 def alone(pair: Pair, *givers: str) -> Fake:
@@ -727,16 +743,16 @@ def test_unreadable_source_rejects_no_sampled_chunks_of_peers(
 
 def test_copy_thread_waits_for_running_transfers_and_reads_an_invalidated_chunk(pair: Pair) -> None:
     run = run_of(pair, Fake(pair.data, 0))
-    run.schedule.missing, run.schedule._unasked, run.bringing = 0, 0, 1
+    run.schedule.missing, run.schedule._unasked, run.transfers_under_way = 0, 0, 1
     ended: list[object] = []
     thread = threading.Thread(
-        target=lambda: ended.append(run._next(run.schedule.next_read)), daemon=True
+        target=lambda: ended.append(run._wait_for_transfer(run.schedule.next_read)), daemon=True
     )
     thread.start()
-    with run.turn:
-        run.schedule.strike([5])
-        run.bringing = 0
-        run.turn.notify_all()
+    with run.schedule_condition:
+        run.schedule.mark_missing([5])
+        run.transfers_under_way = 0
+        run.schedule_condition.notify_all()
     thread.join()
     run.close()
     assert ended == [(peer_copy.ChunkTransfer(5, SOURCE), False)]

@@ -22,19 +22,25 @@ def test_ring_does_not_depend_on_the_order_of_its_nodes(
 ) -> None:
     other = [*names(count), names(count)[0]]
     chance.shuffle(other)
-    assert NodeRing("key", names(count)).order(number) == NodeRing("key", other).order(number)
+    assert NodeRing("key", names(count)).list_reader_and_stand_ins(number) == NodeRing(
+        "key", other
+    ).list_reader_and_stand_ins(number)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 17, 100])
 def test_ring_spreads_readers_and_stand_ins_evenly_over_nodes(count: int) -> None:
     ring = NodeRing("key", names(count))
     rounds = range(2 * 15 * count)
-    readers = Counter(ring.reader(number) for number in rounds)
+    readers = Counter(ring.find_reader(number) for number in rounds)
     assert set(readers.values()) == {30}
     if count > 1:
-        seconds = Counter(ring.order(number)[1] for number in rounds)
+        seconds = Counter(ring.list_reader_and_stand_ins(number)[1] for number in rounds)
         assert set(seconds.values()) == {30}
-        of_one = {ring.order(n)[1] for n in rounds if ring.reader(n) == ring.nodes[0]}
+        of_one = {
+            ring.list_reader_and_stand_ins(n)[1]
+            for n in rounds
+            if ring.find_reader(n) == ring.nodes[0]
+        }
         assert len(of_one) == min(SPAN, count) - 1, "what a dead node leaves is shared by many"
 
 
@@ -43,10 +49,10 @@ def test_ring_order_of_a_chunk_begins_with_its_reader_and_has_no_duplicates(
     count: int, number: int
 ) -> None:
     ring = NodeRing("key", names(count))
-    order = ring.order(number)
-    assert order[0] == ring.reader(number)
+    order = ring.list_reader_and_stand_ins(number)
+    assert order[0] == ring.find_reader(number)
     assert len(order) == len(set(order)) == min(SPAN, count)
-    assert ring.order(number, 3) == order[:3]
+    assert ring.list_reader_and_stand_ins(number, 3) == order[:3]
 
 
 def test_rings_of_different_keys_differ() -> None:
@@ -59,12 +65,12 @@ def test_ring_leads_a_chunk_to_each_node_in_four_hops_at_most(
 ) -> None:
     ring = NodeRing("key", names(count))
     here, hops = ring.nodes[at % count], 0
-    while here != ring.reader(number):
-        nearer = ring.nearer(number, here)
-        assert set(nearer) <= set(ring.neighbours(here))
+    while here != ring.find_reader(number):
+        nearer = ring.list_nearer_neighbours(number, here)
+        assert set(nearer) <= set(ring.list_neighbours(here))
         here, hops = nearer[-1], hops + 1
     assert hops <= 4
-    assert ring.nearer(number, ring.reader(number)) in ([], [here])
+    assert ring.list_nearer_neighbours(number, ring.find_reader(number)) in ([], [here])
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (31, 30), (256, 60), (10_000, 75)])
@@ -72,7 +78,7 @@ def test_ring_neighbours_are_all_nodes_up_to_31_and_at_most_75_of_10000(
     count: int, most: int
 ) -> None:
     ring = NodeRing("key", names(count))
-    around = ring.neighbours(ring.nodes[count // 2])
+    around = ring.list_neighbours(ring.nodes[count // 2])
     assert len(around) == len(set(around))
     assert ring.nodes[count // 2] not in around
     assert len(around) <= most

@@ -250,7 +250,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_uploads_wait_as_long_as_the_rate_limit_requires(slept: list[float]) -> None:
     async def scene() -> list[bool]:
         pace = UploadRateLimit(10, Now())
-        return [await pace.wait_turn(20, 110.0) for _ in range(3)]
+        return [await pace.wait_for_turn(20, 110.0) for _ in range(3)]
 
     assert asyncio.run(scene()) == [True, True, True]
     assert slept == [0.0, 2.0, 4.0]
@@ -261,14 +261,14 @@ def test_upload_that_would_miss_its_deadline_is_refused_and_uses_no_rate(
 ) -> None:
     async def scene() -> list[bool]:
         pace = UploadRateLimit(10, Now())
-        return [await pace.wait_turn(20, end) for end in (0.0, 101.0, 102.0)]
+        return [await pace.wait_for_turn(20, end) for end in (0.0, 101.0, 102.0)]
 
     assert asyncio.run(scene()) == [True, False, True]
     assert slept == [0.0, 2.0]
 
 
 def test_upload_without_a_rate_limit_does_not_wait(slept: list[float]) -> None:
-    assert asyncio.run(UploadRateLimit(None, Now()).wait_turn(1 << 40, 0.0))
+    assert asyncio.run(UploadRateLimit(None, Now()).wait_for_turn(1 << 40, 0.0))
     assert slept == []
 
 
@@ -281,7 +281,7 @@ def test_io_error_while_serving_a_chunk_marks_the_disk_as_suspect(
 
     counters = UploadCountWriter(staging_node.places.peer_counts, 0.0)
     service = server.PeerService(staging_node, KeyFileAuthenticator(b"k" * 64), counters, "n1")
-    monkeypatch.setattr(service, "_answer", fails)
+    monkeypatch.setattr(service, "_dispatch_request", fails)
     request = SimpleNamespace(remote="n2", transport=None)
-    assert asyncio.run(service.handle(request)).status == 500  # type: ignore[arg-type]
+    assert asyncio.run(service.handle_request(request)).status == 500  # type: ignore[arg-type]
     assert bool(disk_errors.read_state(staging_node.places).since) is is_bad

@@ -31,18 +31,18 @@ def test_session_counter_is_new_once_in_any_order(counters: list[int]) -> None:
     one = session()
     seen: set[int] = set()
     for counter in counters:
-        assert one.is_new(counter) == (counter not in seen)
+        assert one.try_use_counter(counter) == (counter not in seen)
         seen.add(counter)
 
 
 def test_huge_session_counter_keeps_the_window_small_and_expires_older_counters() -> None:
     one = session()
-    assert one.is_new(COUNTER_WINDOW)
-    assert not one.is_new(0)
-    assert one.is_new(1)
-    assert one.is_new(10**18)
+    assert one.try_use_counter(COUNTER_WINDOW)
+    assert not one.try_use_counter(0)
+    assert one.try_use_counter(1)
+    assert one.try_use_counter(10**18)
     assert one._seen.bit_length() <= COUNTER_WINDOW
-    assert not one.is_new(3)
+    assert not one.try_use_counter(3)
 
 
 def test_idle_session_expires_with_a_log_line_and_a_used_session_stays(
@@ -55,7 +55,7 @@ def test_idle_session_expires_with_a_log_line_and_a_used_session_stays(
     idle.chunks, idle.bytes, idle.used = 2, 30, 3.5
     held.touch(used, SESSION_IDLE)
     assert held.find(idle.id) is idle  # who only names it does not keep it
-    held.expire(SESSION_IDLE + 4)
+    held.end_expired(SESSION_IDLE + 4)
     assert held.find(idle.id) is None
     assert held.find(used.id) is used
     assert capfd.readouterr().err == (
@@ -69,7 +69,7 @@ def test_second_session_with_the_same_secret_is_refused() -> None:
     with pytest.raises(BadCredential):
         held.add(session(secret=b"s"))
     assert len(held) == 1
-    held.end()
+    held.end_sessions()
     held.add(session(secret=b"s"))
 
 
@@ -107,9 +107,9 @@ def test_peer_connection_unproven_for_too_long_is_closed() -> None:
     lines = made(held, "early", "known", "gone") | made(held, "late", now=1.0)
     for name in ("known", "gone", "never seen"):
         held.discard(name)
-    held.expire(PROOF_TIMEOUT)
+    held.cut_expired(PROOF_TIMEOUT)
     assert cut(lines) == set()
-    held.expire(PROOF_TIMEOUT + 1)
+    held.cut_expired(PROOF_TIMEOUT + 1)
     assert (cut(lines), len(held)) == ({"early"}, 1)
 
 

@@ -28,10 +28,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_flushed_upload_counts_are_read_back(file: Path) -> None:
     counted = UploadCountWriter(file, since=5.0)
-    counted.session_opened()
-    counted.uploaded("a", 100)
-    counted.uploaded("a", 23)
-    counted.refused("10.0.0.9", "no")
+    counted.count_session()
+    counted.count_chunk("a", 100)
+    counted.count_chunk("a", 23)
+    counted.count_refusal("10.0.0.9", "no")
     counted.flush()
     found = find_upload_counts(file)
     assert found is not None
@@ -46,7 +46,7 @@ def test_unchanged_upload_counts_are_not_written_again(file: Path) -> None:
     before = file.stat().st_ino
     counted.flush()
     assert file.stat().st_ino == before
-    counted.uploaded("a", 1)
+    counted.count_chunk("a", 1)
     counted.flush()
     assert file.stat().st_ino != before
 
@@ -54,13 +54,17 @@ def test_unchanged_upload_counts_are_not_written_again(file: Path) -> None:
 def test_upload_bytes_by_key_are_kept_for_the_most_recent_keys(file: Path) -> None:
     counted = UploadCountWriter(file, since=5.0)
     for number in range(KEYS + 10):
-        counted.uploaded("steady", 1)
-        counted.uploaded(f"{number}", 2)
+        counted.count_chunk("steady", 1)
+        counted.count_chunk(f"{number}", 2)
     counted.flush()
     found = find_upload_counts(file)
     assert found is not None
     assert len(found.keys) == KEYS
-    assert (found.of("steady"), found.of(f"{KEYS + 9}"), found.of("0")) == (KEYS + 10, 2, 0)
+    assert (found.key_bytes("steady"), found.key_bytes(f"{KEYS + 9}"), found.key_bytes("0")) == (
+        KEYS + 10,
+        2,
+        0,
+    )
 
 
 def test_many_refused_peer_requests_give_one_log_line(
@@ -68,7 +72,7 @@ def test_many_refused_peer_requests_give_one_log_line(
 ) -> None:
     counted = UploadCountWriter(file, since=5.0)
     for number in range(1000):
-        counted.refused("10.0.0.9", f"line\nbreak {number}")
+        counted.count_refusal("10.0.0.9", f"line\nbreak {number}")
     counted.flush()
     counted.flush()
     assert capfd.readouterr().err == (

@@ -21,7 +21,7 @@ def test_upload_totals_survive_a_restart_of_the_peer_service() -> None:
         UploadCounts(since=2.0, bytes=30, chunks=1, sessions=1),
         UploadCounts(since=2.0, bytes=30, chunks=1, sessions=1),
     ):
-        found.add(now)
+        found.add_since_last(now)
     given = found.given
     assert (given.bytes, given.chunks, given.sessions, given.refused) == (180, 3, 2, 2)
 

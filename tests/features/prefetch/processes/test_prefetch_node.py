@@ -257,7 +257,7 @@ def test_prefetch_checks_a_replaced_image_again_before_the_copy(
     path = passes.image("a")
     passes.tell(path)
     with monkeypatch.context() as patch:
-        patch.setattr(prefetch_node._NodePassRun, "copy", lambda _: None)
+        patch.setattr(prefetch_node._NodePassRun, "start_best_copy", lambda _: None)
         passes.run()
     passes.image("a", size)  # half of the room is one user's
     if size == 8192:

@@ -45,30 +45,36 @@ def test_refused_image_is_due_again_after_a_delay_until_its_tries_are_used_up(
 
 
 def test_prefetch_record_drops_an_inspection_that_the_list_no_longer_names() -> None:
-    found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/b", 7, 0.0, 0.0))
+    found = (
+        PrefetchRecord().with_inspection(LOOK).with_inspection(ImageInspection("/b", 7, 0.0, 0.0))
+    )
     named, late = [("/b", 7), ("/a", 8)], LOOK.at + FORGET_AFTER
-    assert found.naming(named, late).looks == (ImageInspection("/b", 7, 0.0, 0.0),)
+    assert found.without_unnamed(named, late).looks == (ImageInspection("/b", 7, 0.0, 0.0),)
 
 
 def test_prefetch_record_keeps_a_failed_inspection_for_a_while_without_its_list_row() -> None:
-    found = PrefetchRecord().with_look(LOOK)
-    assert found.naming([], LOOK.at + FORGET_AFTER - 1) == found
-    assert found.naming([], LOOK.at - 1) == PrefetchRecord(), "the clock was set back"
+    found = PrefetchRecord().with_inspection(LOOK)
+    assert found.without_unnamed([], LOOK.at + FORGET_AFTER - 1) == found
+    assert found.without_unnamed([], LOOK.at - 1) == PrefetchRecord(), "the clock was set back"
 
 
 def test_prefetch_record_forgets_unused_copies_in_time_but_keeps_listed_refusals() -> None:
     late, named = 1000.0 + FORGET_AFTER, [("/a", 7)]
     copied = ImageInspection("/a", 7, 1000.0, 900.0, "k", 5, tries=MAX_TRIES)
-    assert PrefetchRecord((copied,)).naming(named, late - 1).looks == (copied,)
-    assert PrefetchRecord((copied,)).naming(named, late) == PrefetchRecord()
+    assert PrefetchRecord((copied,)).without_unnamed(named, late - 1).looks == (copied,)
+    assert PrefetchRecord((copied,)).without_unnamed(named, late) == PrefetchRecord()
     refused = ImageInspection("/a", 7, 1000.0, 900.0, why="missing", tries=MAX_TRIES)
-    assert PrefetchRecord((refused,)).naming(named, late).looks == (refused,)
+    assert PrefetchRecord((refused,)).without_unnamed(named, late).looks == (refused,)
 
 
 def test_prefetch_record_replaces_an_earlier_inspection_of_the_same_image_and_user() -> None:
-    found = PrefetchRecord().with_look(LOOK).with_look(ImageInspection("/a", 7, 2000.0, 900.0))
-    assert found.look("/a", 7) == ImageInspection("/a", 7, 2000.0, 900.0)
-    assert found.look("/a", 8) is None
+    found = (
+        PrefetchRecord()
+        .with_inspection(LOOK)
+        .with_inspection(ImageInspection("/a", 7, 2000.0, 900.0))
+    )
+    assert found.find_inspection("/a", 7) == ImageInspection("/a", 7, 2000.0, 900.0)
+    assert found.find_inspection("/a", 8) is None
 
 
 def test_prefetch_record_stores_silent_and_idle_and_is_not_rewritten_if_unchanged(

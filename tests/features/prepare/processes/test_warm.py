@@ -397,7 +397,7 @@ def test_warm_on_the_node_as_a_user_waits_at_most_an_hour_for_a_killed_copy(
 
 
 def test_warm_on_the_node_stops_waiting_if_no_copy_runs(site: Site) -> None:
-    gone = JobImagesStatus((ImageResult(IMAGE, "failed", "copy"),), waits=True)
+    gone = JobImagesStatus((ImageResult(IMAGE, "failed", "copy"),), has_unended_copy=True)
     asked = []
 
     def look() -> JobImagesStatus:

@@ -206,7 +206,7 @@ def test_enroot_version_decides_whether_digests_can_be_imported(
 ) -> None:
     site.enroot(f"echo {said}")
     found = site.settings()
-    assert (found.enroot_version, found.imports_digests) == (version, imports_digests)
+    assert (found.enroot_version, found.can_import_digests) == (version, imports_digests)
 
 
 def test_failing_enroot_is_declined_and_a_missing_enroot_is_a_failure_of_the_node(

@@ -172,7 +172,7 @@ def until(at_work: RegistryWorker, *kinds: type) -> list[WorkerMessage]:
     poll.register(at_work.fd, select.POLLIN)
     while not at_work.ended and not any(isinstance(word, kinds) for word in said):
         assert poll.poll(PATIENCE * 1000), f"no word after {said}"
-        said += at_work.words()
+        said += at_work.read_messages()
     return said
 
 

@@ -188,7 +188,7 @@ def test_sweep_with_a_wrong_clock_deletes_no_image_lease_or_part_of_another_node
 
 def _use(store: Path, name: str) -> bool:
     as_user.set_effective_user(ALICE)
-    return ImageStore(store, Clock()).find(name) is not None
+    return ImageStore(store, Clock()).find_image(name) is not None
 
 
 def test_store_images_age_by_the_file_servers_clock_if_the_server_sets_the_times(
@@ -301,7 +301,7 @@ def test_concurrent_nodes_agree_on_a_jobs_first_digest_without_hard_links(
     def say(digest: str) -> str:
         def work() -> str:
             as_user.set_effective_user(ALICE)
-            return ImageStore(far.point, Clock()).set_job_digest("12", REFERENCE, digest)
+            return ImageStore(far.point, Clock()).agree_on_job_digest("12", REFERENCE, digest)
 
         (said,) = as_user.run_each_in_child([work], str, 60.0, 60.0, 1)
         assert said is not None

@@ -78,7 +78,7 @@ def test_worker_messages_after_a_refusal_are_ignored() -> None:
     last = '{"type":"refused","reason":"import-failed","detail":"x"}'
     with saying(f"echo '{last}'; echo '{WORD}'; echo nonsense") as at_work:
         assert until(at_work) == [ImportRefused("import-failed", "x")]
-        assert at_work.words() == []
+        assert at_work.read_messages() == []
 
 
 def test_killing_a_worker_ends_all_processes_of_its_session() -> None:

@@ -121,25 +121,25 @@ def test_parsed_reference_is_safe_in_urls_command_lines_and_file_names(text: str
 def test_enroot_uri_with_a_digest_parses_back_for_every_release(text: str) -> None:
     found = parse_reference(text)
     for release in ((4, 1, 2), (4, 0, 0), (3, 5, 0), (3, 0, 1)):
-        again = parse_reference(found.uri(DIGEST, release))
+        again = parse_reference(found.enroot_uri(DIGEST, release))
         assert again == ImageReference(found.user, found.registry, found.repository, "", DIGEST)
 
 
 def test_enroot_uri_has_the_form_of_each_enroot_release() -> None:
     found = parse_reference("joe@nvcr.io#nvidia/pytorch:25.01-py3")
     begin = "docker://joe@nvcr.io#nvidia/pytorch"
-    assert found.uri(DIGEST) == f"{begin}@{DIGEST}"
-    assert found.uri(DIGEST, (3, 5, 0)) == f"{begin}:{DIGEST}"
-    assert found.uri(DIGEST, (3, 0, 0)) == f"{begin}:25.01-py3"
+    assert found.enroot_uri(DIGEST) == f"{begin}@{DIGEST}"
+    assert found.enroot_uri(DIGEST, (3, 5, 0)) == f"{begin}:{DIGEST}"
+    assert found.enroot_uri(DIGEST, (3, 0, 0)) == f"{begin}:25.01-py3"
     assert (
-        parse_reference(f"nvcr.io#x@{DIGEST}").uri(DIGEST, (4, 0, 0))
+        parse_reference(f"nvcr.io#x@{DIGEST}").enroot_uri(DIGEST, (4, 0, 0))
         == f"docker://nvcr.io#x@{DIGEST}"
     )
 
 
 def test_reference_text_contains_no_user_name() -> None:
-    assert parse_reference("joe@docker.io/ubuntu").text == f"{HUB}#library/ubuntu:latest"
-    assert parse_reference(f"joe@a.io/x:1@{DIGEST}").text == f"a.io#x@{DIGEST}"
+    assert parse_reference("joe@docker.io/ubuntu").canonical_text == f"{HUB}#library/ubuntu:latest"
+    assert parse_reference(f"joe@a.io/x:1@{DIGEST}").canonical_text == f"a.io#x@{DIGEST}"
 
 
 def test_store_name_differs_by_digest_architecture_options_and_repository() -> None:

@@ -172,9 +172,9 @@ def test_worker_of_a_prolog_stays_in_its_cgroups(asking: Job, tasks: WaitingTask
 
 
 def test_late_task_receives_all_earlier_lines(tasks: WaitingTasks) -> None:
-    tasks.speak("first")
+    tasks.send_user_line("first")
     early = task(tasks)
-    tasks.say("leave", "x")
+    tasks.broadcast_line("leave", "x")
     late = task(tasks)
     for one in (early, late):
         assert [one.recv(100), one.recv(100)] == [b"say\tforestage: first", b"leave\tx"]
@@ -189,7 +189,7 @@ def test_task_socket_is_private_to_root_and_removed_at_the_end(tmp_path: Path) -
 
 def test_line_breaks_in_user_text_start_no_line_for_tasks(tasks: WaitingTasks) -> None:
     one = task(tasks)
-    tasks.speak("a\nuse\t/etc/shadow")
+    tasks.send_user_line("a\nuse\t/etc/shadow")
     said = one.recv(200)
     assert b"\n" not in said
     assert said.count(b"\t") == 1
@@ -203,9 +203,9 @@ def test_wait_for_tasks_ends_after_the_last_task_disconnected(
     first, second = task(tasks), task(tasks)
     first.close()
     tasks.wait(-1)
-    assert not tasks.have_gone
+    assert not tasks.have_tasks_gone
     second.close()
-    while not tasks.have_gone:
+    while not tasks.have_tasks_gone:
         tasks.wait(-1)
     assert tasks.guests.connections == {}
 
@@ -214,19 +214,19 @@ def test_tasks_do_not_count_as_disconnected_before_the_first_task_connects(
     tasks: WaitingTasks,
 ) -> None:
     tasks.wait(-1)
-    assert not tasks.have_gone
+    assert not tasks.have_tasks_gone
 
 
 def test_registry_image_is_staged_only_before_the_last_task_disconnected(
     tasks: WaitingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting_tasks, "LAST", 0.0)
-    tasks.must_wait()
+    tasks.check_any_waiting()
     one = task(tasks)
-    tasks.must_wait()
+    tasks.check_any_waiting()
     one.close()
     with pytest.raises(Declined, match="the step has ended"):
-        tasks.must_wait()
+        tasks.check_any_waiting()
 
 
 def test_registry_image_is_declined_for_a_step_that_ended_without_tasks(
@@ -235,7 +235,7 @@ def test_registry_image_is_declined_for_a_step_that_ended_without_tasks(
     """Its lease would come after the Epilog."""
     tasks.path.unlink()
     with pytest.raises(Declined, match="the step has ended"):
-        tasks.must_wait()
+        tasks.check_any_waiting()
 
 
 def test_process_identity_is_its_pid_and_start_time() -> None:
@@ -250,10 +250,10 @@ def test_task_that_does_not_read_is_disconnected_without_blocking_other_tasks(
     tasks: WaitingTasks,
 ) -> None:
     deaf, other = task(tasks), task(tasks)
-    while len(tasks.guests.connections) == 2:
-        tasks.say("say", "x" * 10_000)
+    while len(tasks.clients.connections) == 2:
+        tasks.broadcast_line("say", "x" * 10_000)
         assert len(other.recv(20_000)) > 10_000
-    tasks.say("end")
+    tasks.broadcast_line("end")
     assert other.recv(100) == b"end"
     deaf.close()
     other.close()

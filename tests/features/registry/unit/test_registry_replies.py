@@ -205,4 +205,4 @@ def test_retry_after_header_is_parsed_as_seconds_or_date(value: str, seconds: fl
 
 def test_only_silent_and_busy_registry_declines_are_transient() -> None:
     kinds = {"denied": False, "missing": False, "odd": False, "silent": True, "busy": True}
-    assert {k: RegistryDeclined(f"registry-{k}", "x").transient for k in kinds} == kinds
+    assert {k: RegistryDeclined(f"registry-{k}", "x").is_transient for k in kinds} == kinds

@@ -94,7 +94,7 @@ def test_placeholder_has_the_copys_size_and_no_blocks(tmp_path: Path) -> None:
     made = step_files.make_placeholder(NodePaths(tmp_path), 7, 0, SIZE)
     facts = Path(made.path).stat()
     assert (facts.st_size, facts.st_blocks, facts.st_mode & 0o777) == (SIZE, 0, 0o444)
-    assert made.facts == (facts.st_ino, SIZE, facts.st_mtime_ns, facts.st_ctime_ns)
+    assert made.file_stamp == (facts.st_ino, SIZE, facts.st_mtime_ns, facts.st_ctime_ns)
 
 
 def test_placeholder_reads_as_zeros(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def store(tmp_path: Path) -> ImageStore:
 def test_published_store_image_is_found_and_its_record_touched(
     store: ImageStore, squashfs: bytes
 ) -> None:
-    part = store.part(NAME)
+    part = store.new_part_path(NAME)
     part.write_bytes(squashfs)
-    path = store.publish(NAME, part, RECORD, None)
+    path = store.publish_image(NAME, part, RECORD, None)
     noted = path.with_suffix(".json")
     os.utime(noted, (1, 1))
-    assert store.find(NAME) == path
+    assert store.find_image(NAME) == path
     assert noted.stat().st_mtime > 1
     assert find_own_record(noted, ImageRecord) == ImageRecord(
         "here#image:v1", OLD, 1.0, len(squashfs), "n1"
@@ -65,12 +65,12 @@ def test_published_store_image_is_found_and_its_record_touched(
 def test_incomplete_or_too_large_part_is_not_published_in_the_store(
     store: ImageStore, squashfs: bytes, cut: int | None, most: int | None, reason: str
 ) -> None:
-    part = store.part(NAME)
+    part = store.new_part_path(NAME)
     # mksquashfs pads its files to 4 KiB, beyond what the superblock counts.
     used = int.from_bytes(squashfs[40:48], "little")
     part.write_bytes(squashfs if cut is None else squashfs[: used + cut] if cut else b"text")
     with pytest.raises(Declined) as declined:
-        store.publish(NAME, part, RECORD, most)
+        store.publish_image(NAME, part, RECORD, most)
     assert declined.value.reason == reason
     assert list(store.folder.iterdir()) == []
 
@@ -80,7 +80,7 @@ def test_part_deleted_before_publishing_is_declined_with_a_reason_for_another_im
 ) -> None:
     """The sweep does so where a user has too much on a node: their step begins all the same."""
     with pytest.raises(Declined, match="deleted while it was written") as declined:
-        store.publish(NAME, store.part(NAME), RECORD, None)
+        store.publish_image(NAME, store.new_part_path(NAME), RECORD, None)
     assert declined.value.reason in STEP_IMPORT_REASONS
     assert declined.value.reason not in SHARED_FAILURE_REASONS
 
@@ -93,11 +93,11 @@ def test_full_disk_or_quota_error_is_declined_as_store_full(store: ImageStore, c
 
 
 def test_first_digest_recorded_for_a_job_is_kept(store: ImageStore) -> None:
-    assert store.job_digest("12", "here#image:v1") is None
-    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
-    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
-    assert store.set_job_digest("12", "here#other:v1", NEW) == NEW
-    assert store.set_job_digest("13", "here#image:v1", NEW) == NEW
+    assert store.find_job_digest("12", "here#image:v1") is None
+    assert store.agree_on_job_digest("12", "here#image:v1", OLD) == OLD
+    assert store.agree_on_job_digest("12", "here#image:v1", NEW) == OLD
+    assert store.agree_on_job_digest("12", "here#other:v1", NEW) == NEW
+    assert store.agree_on_job_digest("13", "here#image:v1", NEW) == NEW
 
 
 def unused(store: ImageStore, seconds: float) -> None:
@@ -110,16 +110,16 @@ def unused(store: ImageStore, seconds: float) -> None:
 
 
 def test_digest_record_of_an_old_job_with_the_same_number_is_ignored(store: ImageStore) -> None:
-    store.set_job_digest("12", "here#image:v1", OLD)
+    store.agree_on_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     unused(store, module.RECORD_LASTS - 60)
     before = path.stat().st_mtime_ns
-    assert store.job_digest("12", "here#image:v1") == OLD
+    assert store.find_job_digest("12", "here#image:v1") == OLD
     assert path.stat().st_mtime_ns > before, "it is used, and so is not old"
     unused(store, module.RECORD_LASTS + 60)
-    assert store.job_digest("12", "here#image:v1") is None
-    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
-    assert store.job_digest("12", "here#image:v1") == NEW
+    assert store.find_job_digest("12", "here#image:v1") is None
+    assert store.agree_on_job_digest("12", "here#image:v1", NEW) == NEW
+    assert store.find_job_digest("12", "here#image:v1") == NEW
 
 
 @pytest.mark.parametrize("step", [-40 * 86400.0, -3600.0, 3600.0, 40 * 86400.0])
@@ -127,12 +127,12 @@ def test_digest_record_of_a_running_job_is_used_whatever_its_mtime(
     store: ImageStore, step: float
 ) -> None:
     """A node of the job is ahead, or behind, and both have one image."""
-    store.set_job_digest("12", "here#image:v1", OLD)
+    store.agree_on_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     there = path.stat().st_mtime
     os.utime(path, (there + step, there + step))
-    assert store.job_digest("12", "here#image:v1") == OLD
-    assert store.set_job_digest("12", "here#image:v1", NEW) == OLD
+    assert store.find_job_digest("12", "here#image:v1") == OLD
+    assert store.agree_on_job_digest("12", "here#image:v1", NEW) == OLD
 
 
 def test_digest_record_ages_by_the_file_servers_clock_if_the_server_sets_the_times(
@@ -144,30 +144,30 @@ def test_digest_record_ages_by_the_file_servers_clock_if_the_server_sets_the_tim
         if one
     }
     monkeypatch.setattr(mounts, "SERVER_SETS_TIMES", frozenset((kind,)))
-    store.set_job_digest("12", "here#image:v1", OLD)
+    store.agree_on_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     there = path.stat().st_mtime
     os.utime(path, (there - module.RECORD_LASTS + 60, there - module.RECORD_LASTS + 60))
-    assert store.job_digest("12", "here#image:v1") == OLD
+    assert store.find_job_digest("12", "here#image:v1") == OLD
     os.utime(path, (there - module.RECORD_LASTS - 60, there - module.RECORD_LASTS - 60))
-    assert store.job_digest("12", "here#image:v1") is None
-    assert store.set_job_digest("12", "here#image:v1", NEW) == NEW
+    assert store.find_job_digest("12", "here#image:v1") is None
+    assert store.agree_on_job_digest("12", "here#image:v1", NEW) == NEW
     assert [one.name for one in store.folder.iterdir()] == ["jobs"], "no file is left of asking"
 
 
 def test_digest_record_with_an_invalid_digest_is_ignored(store: ImageStore) -> None:
-    store.set_job_digest("12", "here#image:v1", OLD)
+    store.agree_on_job_digest("12", "here#image:v1", OLD)
     (path,) = (store.folder / "jobs").iterdir()
     path.write_text('{"reference":"here#image:v1","digest":"../../x","date":1}')
-    assert store.job_digest("12", "here#image:v1") is None
+    assert store.find_job_digest("12", "here#image:v1") is None
 
 
 @pytest.mark.parametrize("job", ["../../x", "a/b", "", ".", "\0", "x" * 500])
 def test_digest_record_of_an_odd_job_id_stays_in_the_jobs_folder(
     store: ImageStore, job: str
 ) -> None:
-    store.set_job_digest(job, "here#image:v1", OLD)
-    assert store.job_digest(job, "here#image:v1") == OLD
+    store.agree_on_job_digest(job, "here#image:v1", OLD)
+    assert store.find_job_digest(job, "here#image:v1") == OLD
     assert [path.parent for path in store.folder.rglob("*.json")] == [store.folder / "jobs"]
 
 
@@ -175,16 +175,16 @@ def test_link_in_place_of_a_store_folder_is_not_followed(store: ImageStore, tmp_
     (tmp_path / "elsewhere").mkdir()
     for name in ("jobs", "tags"):
         (store.folder / name).symlink_to(tmp_path / "elsewhere")
-    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
-    store.set_last("here#image:v1", OLD)
+    assert store.agree_on_job_digest("12", "here#image:v1", OLD) == OLD
+    store.record_last_digest("here#image:v1", OLD)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_last_digest_of_a_tag_is_the_most_recently_stored(store: ImageStore) -> None:
-    assert store.last("here#image:v1") == ""
-    store.set_last("here#image:v1", OLD)
-    store.set_last("here#image:v1", NEW)
-    assert store.last("here#image:v1") == NEW
+    assert store.find_last_digest("here#image:v1") == ""
+    store.record_last_digest("here#image:v1", OLD)
+    store.record_last_digest("here#image:v1", NEW)
+    assert store.find_last_digest("here#image:v1") == NEW
 
 
 def test_second_create_of_a_store_file_fails_and_leaves_no_temporary_file(tmp_path: Path) -> None:
@@ -239,13 +239,13 @@ def test_half_written_digest_record_is_waited_for_and_then_replaced(
     monkeypatch.setattr(records, "rename_no_replace", refuses(errno.EINVAL))
     clock = Meanwhile()
     store = ImageStore(tmp_path, clock)
-    assert store.set_job_digest("12", "here#image:v1", OLD) == OLD
+    assert store.agree_on_job_digest("12", "here#image:v1", OLD) == OLD
     (path,) = (store.folder / "jobs").iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[:9])
     if ends:
         clock.happens = lambda: path.write_bytes(whole)
-    assert store.set_job_digest("12", "here#image:v1", NEW) == (OLD if ends else NEW)
+    assert store.agree_on_job_digest("12", "here#image:v1", NEW) == (OLD if ends else NEW)
     assert clock.now <= module.WRITE_TIMEOUT + 1
 
 
