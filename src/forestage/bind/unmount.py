@@ -55,7 +55,10 @@ class ClaimedBind(msgspec.Struct, frozen=True):
 
 
 class UnmountError(Failed):
-    """Redirects whose paths could not be reached: `removed` others have gone. The sweep tries again."""
+    """Redirects whose paths could not be reached: `removed` others have gone.
+
+    The sweep tries again.
+    """
 
     def __init__(self, stuck: list[str], off: int) -> None:
         super().__init__("redirect", f"still redirected: {', '.join(stuck)}")

@@ -43,7 +43,10 @@ MAX_RECORD_BYTES = 64 * 1024  # what the companion reads; older images give way
 
 
 class RecordedImage(msgspec.Struct, frozen=True):
-    """What a step of this user's gets who asks for `requested_path`, an absolute path as it was written."""
+    """What a step of this user's gets who asks for `requested_path`.
+
+    That is an absolute path as it was written.
+    """
 
     requested_path: str
     uid: int

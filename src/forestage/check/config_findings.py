@@ -144,7 +144,8 @@ def _list_size_findings(
         yield CheckFinding(
             "max-size-small",
             "critical",
-            f"max_size: the cache may take {format_size(config.max_size.resolve_bytes(total))}, {told}",
+            f"max_size: the cache may take {format_size(config.max_size.resolve_bytes(total))},"
+            f" {told}",
             "Nothing is staged",
             f"{locate_config_file(settings, places, 'max_size')}: max_size",
         )

@@ -113,8 +113,8 @@ def _list_timeout_findings(conf: ParsedSlurmConf) -> Iterator[CheckFinding]:
         yield CheckFinding(
             "prolog-timeout",
             "warning",
-            f"{name} is so short that a job waits {format_duration(limits.node_drained_after)} for a copy at"
-            " most",
+            f"{name} is so short that a job waits {format_duration(limits.node_drained_after)} for"
+            " a copy at most",
             "Slurm kills a Prolog there and drains the node; what takes longer to copy is read from"
             " the shared file system at its first start",
             f"{conf.path}: {name}=600",

@@ -161,7 +161,7 @@ class HookSetting(msgspec.Struct, frozen=True):
 
 
 class HookSetup(msgspec.Struct, frozen=True):
-    """Our hook of a name, and what slurm.conf has for that name. `is_executable`: it can be executed."""
+    """Our hook of a name, whether it can be executed, and what slurm.conf has for that name."""
 
     name: HookName
     path: str

@@ -165,8 +165,8 @@ def _list_user_mount_findings(
         yield CheckFinding(
             "source-of-user",
             "critical",
-            f"the source {path} lies on a file system that the user {mount.fuse_owner_uid} has mounted"
-            f" ({mount.kind} at {mount.point})",
+            f"the source {path} lies on a file system that the user {mount.fuse_owner_uid} has"
+            f" mounted ({mount.kind} at {mount.point})",
             "Nothing below it is staged: its user could show other users any bytes",
             f"if it is a service of the site, {line}",
         )

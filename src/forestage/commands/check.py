@@ -26,7 +26,7 @@ def check(ctx: click.Context, login: bool, accept_disk: bool, as_json: bool) -> 
     world, slurm = ctx.obj, SlurmClient.from_environ(os.environ)
     is_root = os.geteuid() == 0
     if accept_disk:
-        node = world.node()
+        node = world.make_node()
         there = node.cache.accept_disk(node.config.require_mount)
         click.echo(f"The cache {there.root} uses the disk at {there.point} from now on.", err=True)
     target = work.CheckTarget(world.places, world.clock, slurm.conf, is_root, login, slurm)

@@ -47,8 +47,8 @@ def enable(ctx: click.Context, slurm_conf: str, yes: bool, as_json: bool) -> Non
 
     config, disk = None, None
     with contextlib.suppress(ForestageError, OSError):  # that is for other commands to say
-        config = ctx.obj.node().config
-        disk = work.find_cache_disk(ctx.obj.node())
+        config = ctx.obj.make_node().config
+        disk = work.find_cache_disk(ctx.obj.make_node())
     files = RootedTree(ctx.obj.places.root)
     _show_and_apply_plan(
         ctx, slurm_conf, lambda site: work.plan_enable(files, site, disk), True, yes, as_json

@@ -282,7 +282,7 @@ def evict_command(
         raise click.UsageError("KEY|PATH and --all exclude each other")
     if cache is not None and not is_all:
         raise click.UsageError("--cache needs --all")
-    node = ctx.obj.node()
+    node = ctx.obj.make_node()
     if cache is not None:
         done = evict_earlier_cache(node, cache, dry_run)
         print_result(done, format_output(done), as_json)

@@ -431,7 +431,7 @@ def status(ctx: click.Context, watch: bool, is_oneline: bool, as_json: bool) -> 
     Ends with status 5 where the cache is not mounted or must not be used. With --watch on a
     terminal, ^C ends it; else it ends when no copy is under way any more.
     """
-    node = ctx.obj.node()
+    node = ctx.obj.make_node()
     if watch:
         for_ever = screen.is_interactive(as_json)
         with contextlib.suppress(KeyboardInterrupt):

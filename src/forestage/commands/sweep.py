@@ -221,7 +221,9 @@ def clean_user_events(node: Node) -> None:
 
 
 class _SweepRun:
-    """One sweep at work; `release_jobs`, `sweep_cache` and `prove_entries` are its parts, in this order.
+    """One sweep at work.
+
+    `release_jobs`, `sweep_cache` and `prove_entries` are its parts, in this order.
 
     `report`, `problems` and `unredirected` (paths) grow meanwhile. `feature_error` is what a
     feature raised last and nobody expected: that goes on once all is done.
@@ -704,7 +706,7 @@ def sweep_command(
     """
     with screen.show_busy_status() as progress:
         slurm = SlurmClient.from_environ(os.environ).with_pyslurm()
-        done = run_sweep(ctx.obj.node(), slurm, dry_run, progress, only)
+        done = run_sweep(ctx.obj.make_node(), slurm, dry_run, progress, only)
     print_result(
         make_document(done), () if quiet and done.is_empty else format_output(done), as_json
     )

@@ -232,14 +232,14 @@ def tend_command(ctx: click.Context) -> None:
     places, clock = ctx.obj
     config, wrong = None, None
     try:
-        config = ctx.obj.settings().of_node
+        config = ctx.obj.load_config().node_config
     except ConfigError as error:
         wrong = error
     is_apart = config is not None and any(
         works_for_others(config, SlurmClient.from_environ(os.environ))
         for works_for_others in load_doors(TEND_WORKS_FOR_OTHERS)
     )
-    is_apart = is_apart and not places.called("prolog").exists()
+    is_apart = is_apart and not places.hook_call_mark("prolog").exists()
     is_doubted = bool(disk_errors.read_state(places).since)
     parts = list_parts(TendFacts(places, clock, config, is_apart), is_doubted)
     has_failed = is_told = False

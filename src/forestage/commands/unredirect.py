@@ -111,7 +111,7 @@ def unredirect_command(ctx: click.Context, as_json: bool) -> None:
     What jobs have open they keep. New jobs get new redirects, unless staging is switched off.
     """
     try:
-        node = ctx.obj.node()
+        node = ctx.obj.make_node()
     except ConfigError:  # the leases name the caches
         node = Node.from_config(Config(), ctx.obj.places, ctx.obj.clock)
     done = unmount_redirects(node)

@@ -422,7 +422,7 @@ def verify_command(
     """
     if bool(words) == everything:
         raise click.UsageError("either KEY|PATH, or --all")
-    node = ctx.obj.node()
+    node = ctx.obj.make_node()
     items = inventory.read_inventory(node).items
     with screen.show_busy_status() as progress:
         done = verify_entries(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SweepFacts(msgspec.Struct, frozen=True):
-    """sweep.py: the node as a sweep has it; `jobs_with_lease`: jobs with a lease that are not over."""
+    """sweep.py: the node as a sweep has it; `jobs_with_lease` are those that are not over."""
 
     node: Node
     slurm: SlurmClient

@@ -108,7 +108,10 @@ def is_first_step_node(job: Job) -> bool:
 
 
 class WaitReporter:
-    """While a step waits: a line, so that nobody thinks it hangs, then one each `repeat_seconds` seconds."""
+    """While a step waits: a line, so that nobody thinks it hangs, then others.
+
+    One comes each `repeat_seconds` seconds.
+    """
 
     def __init__(self, clock: Clock, say: WriteMessage, again: float) -> None:
         self.clock = clock

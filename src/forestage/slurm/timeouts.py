@@ -24,9 +24,12 @@ _CRED_EXPIRE = 120.0  # slurm.conf(5), AuthInfo: a job's credential is good for 
 
 
 class HookTimeLimits(msgspec.Struct, frozen=True):
-    """Seconds. Beyond `node_drained_after` Slurm kills the Prolog and drains the node, and beyond `epilog_killed_after` the
-    Epilog; beyond `job_lost_after`, which is never above `node_drained_after`, it may lose the job.
-    None: Slurm sets no such limit."""
+    """Seconds; None: Slurm sets no such limit.
+
+    Beyond `node_drained_after` Slurm kills the Prolog and drains the node, and beyond
+    `epilog_killed_after` the Epilog; beyond `job_lost_after`, which is never above
+    `node_drained_after`, it may lose the job.
+    """
 
     node_drained_after: float | None
     job_lost_after: float

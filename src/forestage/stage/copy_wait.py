@@ -41,7 +41,7 @@ def ignore_progress(line: Callable[[], str]) -> None:
 
 
 class StagerEnd(msgspec.Struct, frozen=True):
-    """How one stager ended. `is_own` is whether this hook started it; the last message is its only."""
+    """How one stager ended; `is_own`: this hook started it. The last message is its only."""
 
     is_own: bool
     message: "StartReport | None" = None

@@ -108,7 +108,10 @@ class StartChannel:
         return msgspec.json.decode(data, type=StartReport) if data else StartReport("died")
 
     def wait_for_start(self, timeout: float) -> None:
-        """Waits until the holder has left the hook; any other message is left for `receive_message`."""
+        """Waits until the holder has left the hook.
+
+        Any other message is left for `receive_message`.
+        """
         if self.receive_message(timeout, socket.MSG_PEEK) == StartReport("started"):
             self.receive_message(timeout)
 

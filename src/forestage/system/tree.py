@@ -119,7 +119,9 @@ class RootedTree(msgspec.Struct, frozen=True):
 
 
 class RecordingTree(RootedTree, frozen=True):
-    """Such a tree that notes what was read of it: `file_stamps` of each path, from before it was read.
+    """Such a tree that notes what was read of it.
+
+    `file_stamps` has those of each path, from before it was read.
 
     Inode, size, mtime and ctime in ns; zeros for what is not there.
     """

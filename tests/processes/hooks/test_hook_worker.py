@@ -62,7 +62,7 @@ def hangs(watched: HookPipe) -> None:
 
 
 def test_hook_exits_when_its_worker_reports_its_end(begin: Begin) -> None:
-    assert begin(lambda child: child.end()).wait_for_exit(never) == 0
+    assert begin(lambda child: child.exit_worker()).wait_for_exit(never) == 0
 
 
 def test_hook_exits_with_its_worker_though_another_process_holds_the_pipe(begin: Begin) -> None:

@@ -272,7 +272,7 @@ def test_job_does_not_wait_for_a_queued_copy_that_would_start_too_late(
 @pytest.fixture
 def living(monkeypatch: Patch) -> None:
     """The stagers that these tests make up are taken for processes that run."""
-    monkeypatch.setattr(Cache, "find_stager", lambda cache, key: cache.part(key).owner())
+    monkeypatch.setattr(Cache, "find_stager", lambda cache, key: cache.part(key).find_record())
 
 
 @pytest.mark.usefixtures("living")

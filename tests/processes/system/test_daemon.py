@@ -199,7 +199,7 @@ def killed(hook: StartChannel) -> None:
     ("work", "why"),
     [
         (killed, "its process died"),
-        (lambda hook: hook.begin(), "its process died"),
+        (lambda hook: hook.release_hook(), "its process died"),
         (lambda hook: hook.send(StartReport("failed", "x", "a copy's")), "a copy's"),
     ],
 )

@@ -108,7 +108,10 @@ def copy_tree(source: int, check_time: TimeCheck) -> int:
 
 
 class _CopierThreads:
-    """Threads that copy files. The first error ends all; it is raised at the end, or in `queue_file`."""
+    """Threads that copy files.
+
+    The first error ends all; it is raised at the end, or in `queue_file`.
+    """
 
     def __init__(self, source: int, check_time: TimeCheck) -> None:
         self.source = source

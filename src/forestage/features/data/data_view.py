@@ -34,7 +34,7 @@ StepView = tuple[Sequence[LineFields], RequestOutcome]
 
 
 class StagedFile(msgspec.Struct, frozen=True):
-    """What a file's copy came to; `keeper_socket` is its keeper's socket where it is read through."""
+    """What a file's copy came to; `keeper_socket` is its keeper's if it is read through."""
 
     outcome: RequestOutcome
     image: SourceImage | None

@@ -272,8 +272,9 @@ def seconds_to_settle(found: DirectoryManifest, looked: float) -> float:
 
 
 class DirectoryScan(msgspec.Struct, frozen=True):
-    """What a directory holds; `acls` where they are known, `is_from_peer` where another node has looked.
+    """What a directory holds; `acls` where they are known.
 
+    `is_from_peer` is true where another node has looked.
     `seconds` is how long this node looked at it; 0 where another one has looked.
     """
 

@@ -45,7 +45,7 @@ class PendingChunk(msgspec.Struct, frozen=True):
 
 
 class AbsentChunk(msgspec.Struct, frozen=True):
-    """A chunk that is neither here nor being copied. `is_beyond_end`: the image has fewer chunks."""
+    """A chunk that is neither here nor being copied; `is_beyond_end` if the image has fewer."""
 
     is_beyond_end: bool = False
 

@@ -479,7 +479,10 @@ class PeerCopy(ChunkCopy):
         return len(gave)
 
     def _write_chunk_readers(self, at_once: bool = False) -> None:
-        """Has the peer service know who read what; it may lag. The caller holds `schedule_condition`."""
+        """Has the peer service know who read what; it may lag.
+
+        The caller holds `schedule_condition`.
+        """
         now = time.monotonic()
         if at_once or now - self.readers_written_at > WRITE_INTERVAL:
             self.readers_written_at = now

@@ -231,8 +231,9 @@ class ChunkSchedule:
         # Another peer may have a wrong chunk of the first one.
         hidden = 0 if self.source_failed else self._struck & self._unasked
         self._unasked &= ~hidden
-        # Over a slow link all that are on their way together take longer than `transfer_timeout`: what came
-        # of each is lost then, and its peer is backed off from, in whose stead others read.
+        # Over a slow link all that are on their way together take longer than `transfer_timeout`:
+        # what came of each is lost then, and its peer is backed off from, in whose stead others
+        # read.
         full = len(self.transfers) - self._peers.transfer_counts[SOURCE] >= self._max_fetches()
         ask = self._start_wanted_fetch(now, self._urgent if full else self.missing)
         if ask is None and not full:

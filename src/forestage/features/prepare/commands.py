@@ -144,7 +144,7 @@ def stage(
         who = work.read_user(user) if user else entry_sources.invoking_user()
     except KeyError:
         raise click.BadParameter(f"{user!r} is no user of this node", param_hint="--user") from None
-    node = work.decide_redirect(ctx.obj.node(), os.environ.get("SLURM_CONF", ""))
+    node = work.decide_redirect(ctx.obj.make_node(), os.environ.get("SLURM_CONF", ""))
     paths = tuple(dict.fromkeys(_resolve_image(ctx.obj, image) for image in images))
     job = work.make_placeholder_job(who, read_own_node_name(os.environ))
     with screen.show_busy_status() as progress:

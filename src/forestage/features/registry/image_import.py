@@ -178,7 +178,8 @@ class ImageImport:
             while at_work.is_running_after(POLL):
                 self._check_still_ours()
                 self._report_progress(at_work.format_progress())
-            self._check_still_ours()  # an enroot that was ended with this worker has not failed for others
+            # An enroot that was ended with this worker has not failed for others.
+            self._check_still_ours()
             at_work.check_success()
         finally:
             at_work.kill(self.parent.is_signalled)

@@ -364,7 +364,7 @@ class ReadServer:
 
     def _is_needed(self) -> bool:
         """Whether a job holds a lease on the image. Raises Failed, OSError."""
-        return self.served.image.key in self.served.leases.leased_keys()  # noqa: SIM118
+        return self.served.image.key in self.served.leases.leased_keys()
 
     def _dispatch_early_reads(self) -> None:
         """Hands on what came before the looker's first look.

@@ -146,7 +146,7 @@ class Unreadable:
     def read(self, start: int, want: memoryview) -> None:
         raise AssertionError("it is read")
 
-    def must_be_unchanged(self) -> None: ...
+    def check_unchanged(self) -> None: ...
 
 
 def test_copy_of_a_source_that_only_peers_have_is_completed_from_peers(

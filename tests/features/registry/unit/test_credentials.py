@@ -126,7 +126,9 @@ def test_credentials_file_with_any_password_text_is_parsed(text: str) -> None:
 
 
 def test_login_is_encoded_as_a_basic_authorization_header() -> None:
-    pair = base64.b64decode(RegistryLogin("joe", "pä:ss").basic.removeprefix("Basic "))
+    pair = base64.b64decode(
+        RegistryLogin("joe", "pä:ss").basic_authorization.removeprefix("Basic ")
+    )
     assert pair.decode() == "joe:pä:ss"
 
 

@@ -207,7 +207,7 @@ def test_wait_for_tasks_ends_after_the_last_task_disconnected(
     second.close()
     while not tasks.have_tasks_gone:
         tasks.wait(-1)
-    assert tasks.guests.connections == {}
+    assert tasks.clients.connections == {}
 
 
 def test_tasks_do_not_count_as_disconnected_before_the_first_task_connects(
