@@ -671,7 +671,7 @@ class Ended:
     """The process of a part, whose work is none of this test's."""
 
     pid = 0
-    code = 0
+    exit_code = 0
 
     def wait(self, seconds: float) -> bool:
         return True

@@ -38,15 +38,15 @@ class Process:
     pid = 4242
 
     def __init__(self, ends: int | None = 0, hangs: bool = False) -> None:
-        self.code, self.hangs, self.killed = ends, hangs, False
+        self.exit_code, self.hangs, self.killed = ends, hangs, False
 
     def wait(self, timeout: float) -> bool:
-        return self.code is not None
+        return self.exit_code is not None
 
     def kill(self) -> None:
         self.killed = True
         if not self.hangs:
-            self.code = -9
+            self.exit_code = -9
 
 
 class Run:
@@ -67,7 +67,7 @@ class Run:
         if isinstance(found, Exception):
             raise found
         # As a process that inherits it does.
-        if found.code is None and held is not None:
+        if found.exit_code is None and held is not None:
             self.locks.append(os.dup(held))
         return cast("RunningProcess", found)
 

@@ -25,7 +25,7 @@ def test_node_without_a_switch_file_is_not_switched_off(tmp_path: Path) -> None:
     assert switch.find_off_file_reason(NodePaths(tmp_path), NOW) == ""
 
 
-@pytest.mark.parametrize("name", ["kept_off", "disabled"])
+@pytest.mark.parametrize("name", ["lasting_off_file", "disabled"])
 def test_either_switch_file_switches_off_and_its_first_line_is_the_reason(
     places: NodePaths, name: str
 ) -> None:
@@ -76,7 +76,7 @@ def test_switch_files_time_in_the_far_future_is_shown_in_seconds(places: NodePat
     )
 
 
-@pytest.mark.parametrize("name", ["kept_off", "disabled"])
+@pytest.mark.parametrize("name", ["lasting_off_file", "disabled"])
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
 def test_unreadable_switch_file_switches_off_without_blocking(
     places: NodePaths, name: str, kind: str
