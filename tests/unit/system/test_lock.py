@@ -238,7 +238,7 @@ def test_work_lock_file_keeps_its_inode_and_has_mode_600(tmp_path: Path, work: H
 def test_waiting_for_a_work_lock_changes_neither_text_nor_mtime_of_its_file(
     tmp_path: Path, work: Hold
 ) -> None:
-    """Its time says which stager took it (cache/layout.stager): O_TRUNC would set that."""
+    """Its time says which stager took it (cache/layout.find_stager): O_TRUNC would set that."""
     path = tmp_path / "a.lock"
     with lock.held(path, 0):
         path.write_text("1")

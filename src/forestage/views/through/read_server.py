@@ -254,13 +254,13 @@ class ReadServer:
                     self._count_read(read, of_source=False)
                     self._reply(read, buffer[: read.size])
                 else:
-                    self._retry_at_source(read)
+                    self._retry_from_source(read)
             self.on_disk.pop(read.unique, None)
             self.disk_hangs = False
             if self.local.unreadable_inode:
                 self._evict_unreadable()
 
-    def _retry_at_source(self, read: PendingRead) -> None:
+    def _retry_from_source(self, read: PendingRead) -> None:
         """Has the source answer; once the entry is what is shown, only if it has the same bytes."""
         if self.shared_state.whole:
             with contextlib.suppress(OSError):  # the read will say so

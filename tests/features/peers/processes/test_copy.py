@@ -78,7 +78,7 @@ def test_copy_with_more_chunks_than_a_header_holds_uses_no_peers(
     used: list[object] = []
 
     class Stub:
-        def needs(self, *_: object) -> int:
+        def needed_bytes(self, *_: object) -> int:
             return 0
 
         def reserve(self, *_: object) -> None: ...
