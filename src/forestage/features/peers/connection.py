@@ -51,12 +51,12 @@ class ResponseDeadline:
         wait: float,
         until: float,
         stop: Callable[[], bool],
-        late_reason: FailureReason = "slow",
+        outcome_if_late: FailureReason = "slow",
     ) -> None:
         self._patience = wait + SILENCE_TIMEOUT
         self._until = until
         self._stop = stop
-        self._late = late_reason
+        self._late = outcome_if_late
 
     def silence_deadline(self) -> float:
         """When the peer counts as silent if no byte comes from now on; monotonic."""

@@ -96,7 +96,7 @@ def open_session(
 
     def limit() -> ResponseDeadline:
         return ResponseDeadline(
-            HANDSHAKE_TIMEOUT, time.monotonic() + HANDSHAKE_TIMEOUT, stop, late_reason="refused"
+            HANDSHAKE_TIMEOUT, time.monotonic() + HANDSHAKE_TIMEOUT, stop, outcome_if_late="refused"
         )
 
     with contextlib.ExitStack() as undo, _convert_errors():
