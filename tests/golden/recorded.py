@@ -99,7 +99,7 @@ WAITS = """
 _make_policy = make_policy
 def make_policy(threads, nodes):
     found = _make_policy(threads, nodes)
-    return SchedulePolicy(found.at_once, found.busy, careful=0, probe=600.0)
+    return SchedulePolicy(found.max_own_reads, found.max_fetches, max_probe_reads=0, probe=600.0)
 """
 
 

@@ -76,8 +76,9 @@ def scan_namespaces(
 ) -> NamespaceScan:
     """Our binds in other namespaces than this process', of any cache, that nothing covers.
 
-    Within LOOK seconds, or, where it is to be `thorough`, as long as a sweep may take. Namespaces
-    of the user `first`, a uid, are looked at before the others. `here` is this process' own table.
+    Within LOOK seconds, or, if `is_thorough`, as long as a sweep may take.
+    Namespaces of the user `first_uid`, a uid, are looked at before the others. `here` is this
+    process' own table.
     """
     end = time.monotonic() + (unmount.SWEEP_TOTAL if is_thorough else LOOK)
     most = SWEEP_MOST if is_thorough else MOST
@@ -158,7 +159,7 @@ def unmount_in_namespaces(
 
     Within unmount.TIMEOUT or `total` seconds: what is not reached is for the sweep. With `now`
     (seconds since the epoch), a hook's, what hung a while ago is left to it too: by its path, as
-    each new namespace has mounts with new ids. `first` is the uid of the job's user, `here` the
+    each new namespace has mounts with new ids. `first_uid` is the uid of the job's user, `here` the
     node's mount table: what was unmounted since it was read does not matter. Raises OSError; Failed
     for a damaged lease, which may hold any entry.
     """

@@ -104,7 +104,7 @@ def mount_redirect(
 ) -> RedirectResult:
     """Makes the image's path show the entry, and notes it in the lease of this user's job.
 
-    Another process may be unmounting the right redirect: that is waited for until `waits`, where
+    Another process may be unmounting the right redirect: that is waited for until `wait_end`, where
     the job waits for its copies, and otherwise as long as an unmount takes that does not hang.
     Raises Declined where the path no longer leads to the staged file or the copy is not readable
     for the job's user; OSError, as_user.ChildTimeout.
@@ -166,7 +166,7 @@ def _mount_with_retries(
     until_gone: Deadline,
     update_lease: Callable[[], None],
 ) -> RedirectResult:
-    """Mounts as `user`; `note`, under the space lock, sees to the lease or says why not.
+    """Mounts as `user`; `update_lease`, under the space lock, sees to the lease or says why not.
 
     `until_gone` limits the wait for a redirect that shows the right bytes and is being unmounted.
     """
@@ -317,7 +317,7 @@ def _bind_over_target(made: int, target: int, lock_turn: Callable[[], int]) -> N
 
     No signal ends that wait, and the child would mount when it is over, whenever that is. But the
     kernel looks then whether `made` is still mounted, and the caller unmounts it at once: so what
-    was not mounted in time never is (docs/decisions/0046). `turn` takes the user's place among
+    was not mounted in time never is (docs/decisions/0046). `lock_turn` takes the user's place among
     those that mount; a child that hangs keeps it. Raises Declined, OSError.
     """
 

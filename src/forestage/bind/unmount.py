@@ -167,7 +167,7 @@ def unmount_binds(
 ) -> None:
     """Takes the binds off, each path in a child of its own, within TIMEOUT or `total` seconds.
 
-    Not under a lock. `whose` is the user who can reach a bind's path where root is squashed.
+    Not under a lock. `owner_of` is the user who can reach a bind's path where root is squashed.
     Raises UnmountError at last: what hangs keeps no other from going, nor anybody waiting for one
     whose turn is over.
     """

@@ -29,7 +29,7 @@ class ChunkMap(NamedTuple):
 
 
 def map_chunks(source: int, size: int, chunk: int, offset: int = 0) -> ChunkMap:
-    """Return what an open file's holes mean for its chunks; `begins` as in `list_data_chunks`.
+    """Return what an open file's holes mean for its chunks; `offset` as in `list_data_chunks`.
 
     A hole is left unread only where its file system is this kernel's own. Elsewhere the answer
     decides on space alone, and only of a file that lacks blocks as well: who wrote no bytes must
@@ -51,7 +51,7 @@ def map_chunks(source: int, size: int, chunk: int, offset: int = 0) -> ChunkMap:
 def list_data_chunks(source: int, size: int, chunk: int, offset: int = 0) -> set[int]:
     """Return the chunks that hold any data, as the open file's file system has it.
 
-    The file `begins` so far behind the first chunk's beginning. Of a chunk that has data nothing
+    The file `offset` so far behind the first chunk's beginning. Of a chunk that has data nothing
     more is asked: a file may have more holes than any time is enough for. Each answer brings this
     to a later chunk, whatever it is: a file system may say that data end where they begin.
     """

@@ -36,7 +36,8 @@ TOO_SHORT = 0.1  # seconds without an answer that prove nothing; a busy node may
 def probe_disk(places: NodePaths, cache: Cache, seconds_left: float = 60.0) -> HangReport | None:
     """What of the cache's disk does not answer; None where all does.
 
-    `left` are the seconds that the caller has: a second at most, or a quarter of these, is waited.
+    `seconds_left` are the seconds that the caller has: a second at most, or a quarter of these, is
+    waited.
     """
     return probe.find_hang(
         _probe_path(places, cache),
@@ -71,8 +72,8 @@ def check_writable(places: NodePaths, cache: Cache, seconds_left: float = 60.0) 
 def declined_by_hang(cache: Cache, hang: HangReport, seconds_left: float = 60.0) -> Declined:
     """Return why nothing is done with a cache whose disk gave no answer.
 
-    `left` are the seconds that the caller had: the disk is not to blame if there were hardly any,
-    because something else has used them up. Pure.
+    `seconds_left` are the seconds that the caller had: the disk is not to blame if there were
+    hardly any, because something else has used them up. Pure.
     """
     if hang.seconds < TOO_SHORT and PART * seconds_left < probe.LIMIT:
         return Declined("deadline", f"no time was left to ask the disk of {cache.root}")

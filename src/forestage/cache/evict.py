@@ -323,7 +323,7 @@ def _max_entry_bytes(max_size: int, min_free: int, others_left: int) -> int:
 
 
 def sum_copy_bytes_by_user(cache: Cache, excluded_keys: Container[str] = ()) -> Counter[int]:
-    """The bytes on disk of the copies under way, `but` these, by the uid of each one's user."""
+    """Return the bytes on disk of the copies under way by their users' uids, without some keys."""
     found: Counter[int] = Counter()
     for directory in cache.parts.iterdir():
         owner = Part(directory).find_record()
@@ -344,9 +344,9 @@ def make_room(
 ) -> tuple[str, ...]:
     """Evicts until `size` bytes for a copy of `path` fit; returns their keys.
 
-    `user` is the uid of who asks, `data` whether it is no image; `stay` are keys that do not go for
-    it, as if they were leased. Raises Declined, and evicts nothing, where even everything that may
-    go for them would not do.
+    `user` is the uid of who asks, `data` whether it is no image; `keys_to_keep` are keys that do
+    not go for it, as if they were leased. Raises Declined, and evicts nothing, where even
+    everything that may go for them would not do.
     """
 
     def has_room() -> bool:

@@ -114,8 +114,8 @@ def add_images(
 ) -> None:
     """Adds images of one user to a job's record, if its lease holds them. Under the space lock.
 
-    `decided` is from before they were handled, and what `format_room_line` says. Raises Failed,
-    OSError.
+    `decision_lines` is from before they were handled, and what `format_room_line` says. Raises
+    Failed, OSError.
     """
     uid = images[0].uid
     lease = leases.find_own_lease(job, uid)

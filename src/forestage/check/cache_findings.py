@@ -41,8 +41,8 @@ def list_findings(
 ) -> Iterator[CheckFinding]:
     """Looks and changes nothing. A network file system is not asked: it may hang.
 
-    `hidden` are directories that jobs see as others than the node does, `origin` is the file that
-    sets `cache:`.
+    `covered_paths` are directories that jobs see as others than the node does, `origin` is the file
+    that sets `cache:`.
     """
     yield from _list_wrong_bytes_findings(
         event for event in log_facts.bad_entries.values() if now - event.time < RECENT_SECONDS
@@ -145,7 +145,7 @@ def _list_file_system_findings(
     resolved_cache: str,
     origin: str,
 ) -> Iterator[CheckFinding]:
-    """The file system `under` the cache, which lies at `real`."""
+    """The file system of `mount`, on which the cache lies, at `resolved_cache`."""
     line = f"{origin}: cache: /mnt/nvme/forestage"
     if _is_disk_unmounted(mount, config):
         yield CheckFinding(

@@ -210,8 +210,8 @@ def make_holder(
 ) -> LeaseHolder:
     """Pure: a lease for people; `paths` is key -> path, as far as known.
 
-    `bound` are the paths that the node redirects now: a lease names one before that, while the
-    copy goes on.
+    `redirected_paths` are the paths that the node redirects now: a lease names one before that,
+    while the copy goes on.
     """
     return LeaseHolder(
         job=lease.job,

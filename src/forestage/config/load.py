@@ -118,8 +118,8 @@ class _ConfigDraft(msgspec.Struct):
 def load_config(etc: Path, memo_file: Path | None = None) -> LoadedConfig:
     """Reads the configuration below `etc` (/etc/forestage); no file at all is all defaults.
 
-    `kept` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError with
-    all problems at once.
+    `memo_file` is where hooks keep what YAML they have read (config/memo.py). Raises ConfigError
+    with all problems at once.
     """
     documents = YamlCache(memo_file)
     found = _ConfigDraft(dict.fromkeys(KEYS, DEFAULT))

@@ -155,7 +155,7 @@ def _restrict_notation(
     is_allowed: Callable[[Any], Any],
     expected: str,
 ) -> ValueNotation:
-    """What `read` returns, where it `fits`; `words` are for an error."""
+    """What `parse` returns, where `is_allowed` accepts it; an error says what was `expected`."""
 
     def limited(raw: object) -> Any:
         value = parse(raw)

@@ -330,7 +330,7 @@ def read_events(file: Path) -> Iterator[EventRecord]:
 
 
 def read_latest_events(file: Path, max_bytes: int) -> Iterator[EventRecord]:
-    """Yields the events in the last `most` bytes of the logs, oldest first."""
+    """Yields the events in the last `max_bytes` bytes of the logs, oldest first."""
     sizes = [os.fstat(handle.fileno()).st_size for handle in _open_logs(file)]
     skip = max(0, sum(sizes) - max_bytes)
     for handle in _open_logs(file):
@@ -363,8 +363,9 @@ def decode_lines(log: BinaryIO) -> Iterator[EventRecord | None]:
 def read_new_events(file: Path, read_offsets: dict[str, int]) -> Iterator[EventRecord]:
     """Yields every event that was not yielded before, oldest first; for one reader at a time.
 
-    `seen` says how far each log was read, and is updated: bytes, by a hash of the log's first line.
-    An inode does not identify a log, as the next one may get it; nor does its name, as it changes.
+    `read_offsets` says how far each log was read, and is updated: bytes, by a hash of the log's
+    first line. An inode does not identify a log, as the next one may get it; nor does its name, as
+    it changes.
     """
     from hashlib import blake2b  # no hook needs it
 

@@ -96,7 +96,8 @@ class ContainerBinds:
     def check_not_below_bind(self, path: str, image_binds: Sequence[str] = ()) -> None:
         """Raises Declined (below-bind) where the container binds what this path lies below.
 
-        `path` is resolved. `own` is what the image's fstab binds, variables as they are written.
+        `path` is resolved. `image_binds` is what the image's fstab binds, variables as they are
+        written.
         """
         found = self._found = self._found or self._finish_lookup()
         bound = found.bound + (self._list_image_binds(found, image_binds) if image_binds else ())

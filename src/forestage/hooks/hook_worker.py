@@ -114,7 +114,7 @@ class HookWorker:
         """Returns its exit status; passes on what it says.
 
         Raises HookWorkerTimeout, and has killed it then.
-        `hangs` asks for how many seconds a cache has not answered.
+        `seconds_hung` asks for how many seconds a cache has not answered.
         """
         from select import POLLIN, poll
 

@@ -67,7 +67,7 @@ def make_step_deadlines(
     """Returns how long a step may go on, and wait for a copy.
 
     `timeout` is the companion's own limit in seconds, as text. Where all is refused there is only
-    the search for stale redirects. `progress` writes lines while the step waits for data.
+    the search for stale redirects. `write_progress` writes lines while the step waits for data.
     """
     config, hint = node.config, job.hints.wait
     wish = None if refusal else requested_wait(config, hint, timeouts.STEP_WAIT)

@@ -62,7 +62,7 @@ def write_messages(
 ) -> None:
     """Says what the requests came to, what went wrong first: most users read one line only.
 
-    That a mount is missing they read `always`: each step finds an empty directory there.
+    `write_always` tells each step that a mount is missing: it finds an empty directory there.
     """
     for outcome in sorted(outcomes, key=lambda outcome: outcome.result not in UNSERVED_RESULTS):
         line = format_message(outcome, node.config.user_messages, job.waited)

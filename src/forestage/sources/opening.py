@@ -48,10 +48,10 @@ def open_as_user(
     """Opens `path` as the user, binds from `caches` out of sight; with None, what shows.
 
     Of users' FUSE mounts those count that are `services` (mounts.find_user_fuse), below `/` all.
-    With `copied_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
+    With `read_copy_head` all is wanted that `PathFacts` may say. It returns the first bytes of the
     image's copy on this node, or b"" where there is none: a hit reads nothing of the source, unless
-    its copy is no squashfs, as it may be damaged. `is_new`: of which images the first bytes are
-    wanted, where nothing else is.
+    its copy is no squashfs, as it may be damaged. `is_not_in_cache`: of which images the first
+    bytes are wanted, where nothing else is.
     The source waits in the line, if `PathFacts.image` is there; the caller closes the line, or
     takes it. Raises OSError as the user would get it; as_user.ChildTimeout.
     """

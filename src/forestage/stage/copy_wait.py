@@ -73,11 +73,11 @@ def wait_for_copy(
 
     `copying` is what `ensure_copy_started` yielded.
 
-    With `until_begun` no longer than until the copy has the room that it needs.
+    With `only_until_begun` no longer than until the copy has the room that it needs.
 
     Returns whether it was there (`hit`), came by a copy that another job asked for (`joined`) or by
     one of this hook's (`copied`). Raises Declined (no-room, deadline, changed, ...), Failed.
-    `watch` is called now and then while it waits.
+    `report_progress` is called now and then while it waits.
     """
     if copying is None:
         return "hit"

@@ -124,7 +124,8 @@ def read_pieces(
 ) -> Iterator[tuple[int, memoryview]]:
     """Reads a chunk through the buffer: where each piece begins in the file, and the piece.
 
-    Each is read in a `turn`, which gets the bytes that are wanted and says how many it may have.
+    Each is read within `wait_to_read`, which gets the bytes that are wanted and says how many it
+    may have.
     """
     at, end = start, start + size
     while at < end:

@@ -287,15 +287,15 @@ def run_in_child_with_socket(
     on_idle: Callable[[], None] | None = None,
     tries: int = _TRIES,
 ) -> tuple[T, socket.socket]:
-    """Runs `work` in a child; returns its value, decoded as `answer`, and a socket.
+    """Runs `work` in a child; returns its value, decoded as `reply_type`, and a socket.
 
     The descriptors that `work` opened stay queued in the socket until `receive_descriptors`. Never
     take one just to close it: close(2) blocks on a hung file server, discarding the socket does
-    not. OSError, Declined and Failed of `work` are raised again here. `idle` is called each second
-    of the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for work that
-    must not be done twice. Raises ChildTimeout after `timeout` seconds, DeadlinePassed where there
-    are none, ChildKilled where a signal ended each child, Failed where one died without an answer
-    otherwise.
+    not. OSError, Declined and Failed of `work` are raised again here. `on_idle` is called each
+    second of the wait. A child that a signal ends is tried again, `tries` times in all: 1 is for
+    work that must not be done twice. Raises ChildTimeout after `timeout` seconds, DeadlinePassed
+    where there are none, ChildKilled where a signal ended each child, Failed where one died without
+    an answer otherwise.
     """
     if timeout <= 0:
         raise DeadlinePassed
@@ -314,7 +314,7 @@ def run_each_in_child(
 
     None for one that died, failed, or did not answer within `timeout` seconds, or by the end of the
     `total` for all. One that a signal ends is tried once more. A child that hangs is killed and
-    left behind; it keeps no other waiting. `done` is called with the number and value of each as
+    left behind; it keeps no other waiting. `on_done` is called with the number and value of each as
     soon as it has ended.
     """
     found: list[T | None] = [None] * len(works)

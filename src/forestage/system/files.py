@@ -153,7 +153,8 @@ def remove_tree(
     """Deletes what has this name in an open directory, however deep it is; links are not followed.
 
     Each directory in it is moved up first, to a name that begins with `aside`: so no path grows
-    long, and no stack. Raises OSError, and what `still` raises, which is called for each of them.
+    long, and no stack. Raises OSError, and what `before_each` raises, which is called for each of
+    them.
     """
     left = [name]
     while left:

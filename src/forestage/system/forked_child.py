@@ -23,9 +23,9 @@ def fork_with_socket(
     run: Callable[[socket.socket], None],
     report_error: Callable[[socket.socket, BaseException | None], None],
 ) -> tuple[int, socket.socket]:
-    """Forks a process that `life` is all of; returns its pid, and our end of the socket to it.
+    """Forks a process that `run` is all of; returns its pid, and our end of the socket to it.
 
-    `life` and `failed`, which gets the error that ended it, are given the other end.
+    `run` and `report_error`, which gets the error that ended it, are given the other end.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -40,7 +40,7 @@ def run_and_exit(
 ) -> NoReturn:
     """Runs all that a forked process is for, then ends it, whatever happens.
 
-    It must never return into its parent's code. `failed` gets the error that ended it.
+    It must never return into its parent's code. `report_error` gets the error that ended it.
     """
     ended = False
     try:

@@ -128,9 +128,9 @@ def held_if_writable(path: Path, timeout: float) -> Iterator[None]:
 def acquire_slot(
     folder: Path, name: str, slot_count: int, slots_held: contextlib.ExitStack
 ) -> int | None:
-    """Takes one of `most` places of this name, if one is free, until `taken` ends; its number.
+    """Take one of `slot_count` slots of this name, if one is free; return its number, or None.
 
-    Raises OSError.
+    It is held until `slots_held` ends. Raises OSError.
     """
     for number in range(slot_count):
         with contextlib.suppress(LockTimeout):
@@ -142,7 +142,7 @@ def acquire_slot(
 def lock_byte(file: Path, byte: int, is_blocking: bool) -> int:
     """Has this process lock a byte of a file until it closes what this returns, or ends.
 
-    One that hangs keeps it. Where it `waits`, a signal ends that. Raises BlockingIOError, OSError.
+    One that hangs keeps it. If `is_blocking`, a signal ends that. Raises BlockingIOError, OSError.
     """
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:

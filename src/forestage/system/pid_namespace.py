@@ -33,8 +33,8 @@ _PDEATHSIG = 1  # linux/prctl.h
 def unshare_pid_namespace(enter_cgroups: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Has the one process that is forked meanwhile be an init; it calls what this returns.
 
-    That forks the program, which calls `enter`, and goes on; the init does not return. It ends as
-    the program did, as a shell says it. Raises OSError, also in a process with threads.
+    That forks the program, which calls `enter_cgroups`, and goes on; the init does not return. It
+    ends as the program did, as a shell says it. Raises OSError, also in a process with threads.
     """
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     alive, ours = os.pipe()

@@ -61,8 +61,8 @@ def start_as_user(
     """Starts a program for a user, who could start it as well, in a PID namespace of its own.
 
     All three ids are theirs, it has no privilege and gets none. What is to be the program calls
-    `enter` first, as root. What is returned is the namespace's init (pid_namespace.py): all that
-    the program has started ends with it, and it ends with us. Raises Failed where it cannot be
+    `enter_cgroups` first, as root. What is returned is the namespace's init (pid_namespace.py): all
+    that the program has started ends with it, and it ends with us. Raises Failed where it cannot be
     started so, OSError.
     """
     return _popen_in_pid_namespace(
@@ -186,7 +186,7 @@ def start_command(
     """Start a command of ours in a session of its own, with our stdout and stderr.
 
     It may outlive this process. `variables` are its whole environment. Before it is the command it
-    calls `enter`. Raises Failed if it is missing, OSError.
+    calls `enter_cgroups`. Raises Failed if it is missing, OSError.
     """
     _check_installed(argv[0])
     process = _popen(
@@ -283,8 +283,8 @@ def run_program(
     """Runs a program to its end, or kills it and its process group.
 
     It is killed once `stop` is set, or after `timeout` seconds. `variables` are added to its
-    environment. `most` are the bytes that it may write, where `timeout` is the only other limit.
-    Raises Failed where the program is missing, or has written more.
+    environment. `max_bytes` are the bytes that it may write, where `timeout` is the only other
+    limit. Raises Failed where the program is missing, or has written more.
     """
     _check_installed(argv[0])
     process = _popen(
@@ -391,10 +391,10 @@ def run_as_current_user(
     """Runs a program as the user whom this process is, with their environment, but our PATH.
 
     For a process that is a user's in all three ids, and for what that user wrote. The program reads
-    `given` on stdin: what must not show in its argv. It and its process group are killed after
-    `timeout` seconds, or once it has written more than `most` bytes. Raises Failed where it is
-    missing, and where this process is more than one user: bash with real uid 0 makes itself root
-    again.
+    `stdin_bytes` on stdin: what must not show in its argv. It and its process group are killed
+    after `timeout` seconds, or once it has written more than `max_bytes` bytes. Raises Failed where
+    it is missing, and where this process is more than one user: bash with real uid 0 makes itself
+    root again.
     """
     _check_single_user(argv[0])
     _check_installed(argv[0])
@@ -439,7 +439,7 @@ def _is_running_after(process: "subprocess.Popen[bytes]", end: float) -> bool:
 def _read_output(
     process: "subprocess.Popen[bytes]", end: float, max_bytes: int
 ) -> tuple[bytes, bytes, Literal["", "time", "size"]]:
-    """What it writes until both pipes end, in time and within `most` bytes altogether."""
+    """What it writes until both pipes end, in time and within `max_bytes` bytes altogether."""
     assert process.stdout is not None
     assert process.stderr is not None
     out, err = process.stdout.fileno(), process.stderr.fileno()

@@ -157,7 +157,7 @@ class JobEndWatch(msgspec.Struct, frozen=True):
 
 
 def start_holder(device: str, directory: Path, over: Path, patience: float = daemon.START) -> None:
-    """Starts the process that holds this device's file system; `place` is the job's directory.
+    """Starts the process that holds this device's file system; `directory` is the job's directory.
 
     `over` is there once the job has ended without an Epilog's work. Waits up to `patience` seconds
     for it.

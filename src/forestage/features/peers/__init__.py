@@ -48,9 +48,10 @@ def find_peer_client(
 ) -> "PeerClient | None":
     """The nodes that a copy may ask, on a node where peers are on; None if there is no other.
 
-    `nodelist` as Slurm writes it: n[1-4,7]. `ahead`: no job waits for it. Without `chunks`, those
-    of the copy, nodes share it however little each would save. Raises PeerError and OSError where
-    the key file cannot be used, the latter also where the list of nodes cannot be read.
+    `nodelist` as Slurm writes it: n[1-4,7]. `is_speculative`: no job waits for it. Without
+    `chunks`, those of the copy, nodes share it however little each would save. Raises PeerError and
+    OSError where the key file cannot be used, the latter also where the list of nodes cannot be
+    read.
     """
     # One name has neither: then nothing is loaded.
     others = "," in nodelist or "[" in nodelist or config.peers.reach == "cluster"

@@ -46,7 +46,7 @@ class _JwksFile(msgspec.Struct, frozen=True):
 
 
 def read_auth_type(slurm_conf_path: str, root: Path = Path("/")) -> AuthType:
-    """Return how Slurm's daemons know each other; `named` is $SLURM_CONF or "".
+    """Return how Slurm's daemons know each other; `slurm_conf_path` is $SLURM_CONF or "".
 
     A slurm.conf that is not there or cannot be read says nothing: munge is Slurm's default.
     """
@@ -59,7 +59,7 @@ def read_auth_type(slurm_conf_path: str, root: Path = Path("/")) -> AuthType:
 
 
 def find_key_file(slurm_conf_path: str, root: Path = Path("/")) -> Path | None:
-    """Return the file of this node's keys, or None. `named` as in `read_auth_type`."""
+    """Return the file of this node's keys, or None. `slurm_conf_path` as in `read_auth_type`."""
     conf = locate_conf(slurm_conf_path, root)
     folders = [Path(conf).parent] if conf else []
     if not conf or any(copy in conf for copy in _COPIES):

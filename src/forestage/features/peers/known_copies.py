@@ -144,7 +144,7 @@ def query_known_copies(
 ) -> OtherJobsPeers:
     """The nodes of other jobs that may have the key; `nodes` is root's list. Within PATIENCE.
 
-    `ahead`: no job waits for the copy, so nodes share the reading.
+    `is_speculative`: no job waits for the copy, so nodes share the reading.
     """
     known = frozenset(nodes).difference(job)
     asked = pick_nodes_to_query(key, nodes, me)

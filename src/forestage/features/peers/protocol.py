@@ -158,7 +158,7 @@ def fetch_reply(
 ) -> bytes | None:
     """What a peer has found, proven by a MAC; None where it has nothing, or nothing yet.
 
-    `most` is in bytes. Raises PeerRequestError, SessionUnknown.
+    `max_bytes` is in bytes. Raises PeerRequestError, SessionUnknown.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(peer_connection.close)

@@ -251,7 +251,9 @@ def _start_worker(
     enter_cgroups: Callable[[], None],
     tasks: WaitingTasks,
 ) -> worker.RegistryWorker:
-    """Starts the worker where it `enter`s. Raises Declined where its step has no task any more.
+    """Starts the worker in the cgroups of `enter_cgroups`.
+
+    Raises Declined where its step has no task any more.
 
     Raises Failed, OSError.
     """

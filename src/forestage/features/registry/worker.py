@@ -110,7 +110,9 @@ def start_worker(
     environ_fd: int,
     enter_cgroups: Callable[[], None] = run.stay_in_cgroups,
 ) -> RegistryWorker:
-    """Starts a worker for a user, apart, where it `enter`s; for None as who we are, so not as root.
+    """Starts a worker for a user, apart, in the cgroups of `enter_cgroups`.
+
+    For None as who we are, so not as root.
 
     `environ_fd` is open on the job's environment, or -1. Raises Failed, OSError.
     """

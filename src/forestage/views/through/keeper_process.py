@@ -55,7 +55,7 @@ class Keeper:
     def __init__(
         self, task: CopyTask, spot: Path, check_keeper_allowed: Callable[[Path, int], None]
     ) -> None:
-        """`must_be_allowed` raises Declined where too many are there already."""
+        """`check_keeper_allowed` raises Declined where too many are there already."""
         node, opened, found = task.node, task.opened, task.image
         self.task = task
         self.uid = opened.user.uid

@@ -46,7 +46,7 @@ def _set_policy(monkeypatch: pytest.MonkeyPatch, **how: float) -> None:
 @pytest.fixture
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source on a tmpfs is faster than any first connection: a copy first hears its peers."""
-    _set_policy(monkeypatch, careful=0, probe=HANGS, answer=HANGS)
+    _set_policy(monkeypatch, max_probe_reads=0, probe=HANGS, first_answer_wait=HANGS)
 
 
 @pytest.fixture

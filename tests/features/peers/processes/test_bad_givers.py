@@ -64,7 +64,8 @@ def stay_off(node: Node, image: SourceImage) -> None: ...
 def crawl(node: Node, image: SourceImage) -> None:
     """Gives whatever it is asked for, each at its connection's pace."""
     node.configure(bandwidth=CHUNK // 4, reach="cluster")
-    node.start("async def turn(*_):\n    return True\nserver.UploadRateLimit.wait_turn = turn\n")
+    turn = "async def turn(*_):\n    return True\n"
+    node.start(f"{turn}server.UploadRateLimit.wait_for_turn = turn\n")
 
 
 def fill_up(node: Node, image: SourceImage) -> None:
