@@ -159,7 +159,7 @@ def test_limit_of_concurrent_fetches_is_low_over_a_slow_link(
     peers: int, reading: int, took: float, most: int
 ) -> None:
     """Else each takes so long that it is given up, and what came of it is lost."""
-    assert limit_fetches(SchedulePolicy(at_once=4), peers, reading, took) == most
+    assert limit_fetches(SchedulePolicy(max_own_reads=4), peers, reading, took) == most
 
 
 def test_schedule_fetches_more_chunks_at_once_after_quick_transfers() -> None:
@@ -174,14 +174,14 @@ def test_schedule_fetches_more_chunks_at_once_while_it_reads_none() -> None:
     one = schedule(160)
     settle(one)
     reads = all_of(one.next_read, 0.1)
-    of_others = sum(1 << n for n in range(160) if one.ring.reader(n) != one.me)
+    of_others = sum(1 << n for n in range(160) if one.ring.find_reader(n) != one.me)
     for peer in others(one):
-        one.peer_has(peer, of_others, 0.1)
+        one.record_peer_chunks(peer, of_others, 0.1)
     beside_reads = len(all_of(one.next_fetch, 0.1))
     for ask in reads:
-        one.got(ask, 0.2)
+        one.mark_received(ask, 0.2)
     assert len(all_of(one.next_fetch, 0.2)) == len(reads)
-    assert beside_reads == one.policy.fewest
+    assert beside_reads == one.policy.min_fetches
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 8])
