@@ -184,7 +184,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         real(source, start, want, buffer)
 
     monkeypatch.setattr(source_reader, "read_piece", read_piece)
-    patient = {"careful": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
+    patient = {"max_probe_reads": 0, "probe": 600.0, "grace": 600.0, "patience": 600.0}
     monkeypatch.setattr(
         peer_copy, "make_policy", lambda *of: msgspec.structs.replace(policy(*of), **patient)
     )
