@@ -17,9 +17,6 @@ from last_uses import find_declared, find_unused
 TREE = Path(__file__).resolve().parents[1]
 IN_CI = ("report", "metrics")
 """Those that .ci/run deletes, beside the one of the page."""
-PASSING = (*IN_CI, "data", "peers", "prepare", "registry")
-"""Those whose rows name all that knows of them."""
-OPEN = pytest.mark.xfail(reason="its row does not name all that knows of it yet")
 OURS = ("FORESTAGE_", "PYTEST_")  # what this pytest is told is not for another
 LEFT_BEHIND = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
 LEFT = {
@@ -86,13 +83,7 @@ done
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            one.name,
-            marks=[
-                pytest.mark.ci if one.name in IN_CI else pytest.mark.long,
-                *([] if one.name in PASSING else [OPEN]),
-            ],
-        )
+        pytest.param(one.name, marks=pytest.mark.ci if one.name in IN_CI else pytest.mark.long)
         for one in FEATURES
         if one.name != "core"
     ],
