@@ -229,8 +229,8 @@ class _SquashfsServer:
                 self._log_failure(self.refusal)
                 if self.server is not None:  # further tasks hear why it is not there
                     self.server.kill()
-                    os.close(self.ended)
-                    self.ended = -1
+                    os.close(self.exit_fd)
+                    self.exit_fd = -1
         return not self.refusal
 
     def _start_program(self) -> None:
