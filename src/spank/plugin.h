@@ -204,7 +204,8 @@ void register_stage_options(spank_t sp);
 
 /*
  * stage_options.c. Once all options of a job, or of a part of it, are read: passes them to its Prologs.
- * Ends the program where `helper_path hints` refuses them; NULL: they are not checked.
+ * Ends the program where the command `hints` of the helper refuses them. Without a `helper_path` they
+ * are not checked.
  */
 void pass_options_to_prolog(spank_t sp, const char *helper_path);
 

@@ -15,7 +15,7 @@
 #include "plugin.h"
 
 #define MAX_STALE_BINDS 8 /* unmounted from one path at most */
-/* In mountinfo. An entry is renamed before it is deleted: move_aside() in cache/layout.py. */
+/* In mountinfo. An entry is renamed before it is deleted: move_to_evicted() in cache/layout.py. */
 #define ENTRY_ROOT_PATTERN                                                                         \
 	"/(" ENTRIES_NAME "/[0-9a-f]{32}|" EVICTED_NAME "/[0-9a-f]{32}\\.[0-9]+)"                   \
 	"/image(//deleted)?$"
@@ -127,7 +127,7 @@ int call_as_job_user(spank_t sp, int (*function)(const void *argument), const vo
 	return result;
 }
 
-/* Whose mount the open file is on: a bind of an entry is known by its root (redirect.py). */
+/* Whose mount the open file is on: a bind of an entry is known by its root (bind/origins.py). */
 static enum mount_kind find_mount_kind(int fd)
 {
 	char path[32], root[2 * PATH_MAX], *line = NULL;

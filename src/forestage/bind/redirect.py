@@ -5,10 +5,11 @@ one is right only over the very file that was staged, so that is checked last of
 mount table is the only record of them (docs/decisions/0002).
 
     mounted by     hooks/serve.py once the copy is here (`mount_redirect`), and the stager for jobs
-that went on without it (`mount_for_waiting_jobs`)
+                   that went on without it (`mount_for_waiting_jobs`)
     unmounted by   Epilog and sweep, those that no lease names (`claim_unneeded_binds`); whoever
-opens a path whose redirect no longer fits (`unmount_stale_binds`); commands/unredirect.py and
-                   commands/verify.py. bind/unmount.py does it for all of them.
+                   opens a path whose redirect no longer fits (`unmount_stale_binds`);
+                   commands/unredirect.py and commands/verify.py. bind/unmount.py does it for
+                   all of them.
 
 With `redirect: spank` the companion mounts for each task instead.
 """

@@ -3,7 +3,7 @@
 Which ones go is decided under the space lock, and each is claimed there. What others do meanwhile:
 
     who                        sees a claimed bind             and so
-    a hook that mounts         `is_being_unmounted`                      waits, then mounts anew
+    a hook that mounts         `is_being_unmounted`            waits, then mounts anew
     a hook that unmounts       its own claim fails             leaves it to who has it
     a job that just reads      the copy, then the source       right bytes, both times
     who claims it is killed    the claim is gone with it       the bind counts as before
@@ -81,14 +81,12 @@ def claim_binds(
     claims: contextlib.ExitStack,
     now: float | None = None,
 ) -> list[ClaimedBind]:
-    """Claims binds that are to go; returns those to `unmount_binds`.
+    """Claims binds that are to go; returns those that are left to `unmount_binds`.
 
-    That one releases each that is done.
-
-    What it does not get to is released when `claims` is closed.
-    Under the space lock. Left out is what another process takes off, what is gone, and, with `now`
-    (seconds since the epoch), what hung a while ago; and what is beyond MOST, for the next time.
-    Raises OSError.
+    `unmount_binds` releases each that is done. What it does not get to is released when `claims` is
+    closed. Under the space lock. Left out is what another process takes off, what is gone, and,
+    with `now` (seconds since the epoch), what hung a while ago; and what is beyond MOST, for the
+    next time. Raises OSError.
     """
     mine = []
     for bind in islice(wanted, MOST):

@@ -51,9 +51,10 @@ def map_chunks(source: int, size: int, chunk: int, offset: int = 0) -> ChunkMap:
 def list_data_chunks(source: int, size: int, chunk: int, offset: int = 0) -> set[int]:
     """Return the chunks that hold any data, as the open file's file system has it.
 
-    The file `offset` so far behind the first chunk's beginning. Of a chunk that has data nothing
-    more is asked: a file may have more holes than any time is enough for. Each answer brings this
-    to a later chunk, whatever it is: a file system may say that data end where they begin.
+    The file begins `offset` bytes behind the first chunk's beginning. Of a chunk that has data
+    nothing more is asked: a file may have more holes than any time is enough for. Each answer
+    brings this to a later chunk, whatever it is: a file system may say that data end where they
+    begin.
     """
     found: set[int] = set()
     at = 0

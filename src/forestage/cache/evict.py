@@ -118,9 +118,8 @@ def plan(
     theirs. Leased and pinned entries never go. `data` are the bytes of data that room is made for:
     other data goes until all of it, copies under way included, is within its share, and no image.
 
-    A user takes what is only theirs: entries that nobody else has used, and
-    `sum_copy_bytes_by_user`, the bytes that their copies will have. Root has no share to keep to:
-    what it warms is for all.
+    A user takes what is only theirs: entries that nobody else has used, and `copies`, the bytes
+    that their copies will have. Root has no share to keep to: what it warms is for all.
     """
     everything = list(stored)
     old = list_superseded_keys(everything, superseded_path, now)

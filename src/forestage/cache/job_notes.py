@@ -1,7 +1,7 @@
 """What was said to a job on this node, and by it: beside its lease, gone with it.
 
-/run/forestage/leases/<job>.said    JSON of `JobNotes`, written under the space lock
-(cache/lease.py)
+    /run/forestage/leases/<job>.said    JSON of `JobNotes`, written under the space lock
+                                        (cache/lease.py)
 
 Its steps, its Epilog and the sweep could not see it otherwise. What the job holds is in the lease.
 """

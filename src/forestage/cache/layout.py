@@ -7,12 +7,14 @@
     <root>/parts/<key>/{image, map, owner.json}  a copy under way, see part.py
     <root>/jobs/<job>.<restart>/                 a job's own directory, see features/data/job_dir.py
     <root>/evicted/{<key>,<job>.<restart>}.<n>   evicted, soon deleted
-    <root>/hot/<hash of a path>                  which of its images had a hot map, see hot.py
+    <root>/hot/<hash of a path>                  which of its images had a hot map, see
+                                                 hot_pieces.py
     <root>/looks/<job>/                          looks at directories, see
-    features/data/shared_scan.py
+                                                 features/data/shared_scan.py
     <root>/locks/{<key>.lock, space.lock}
     <root>/locks/entries.sum                     the bytes of all entries, see entry_sum.py
-    <root>/instances/<boot>.<run>                by whom the cache is used, see earlier.py
+    <root>/instances/<boot>.<run>                by whom the cache is used, see
+                                                 earlier_caches.py
 
 A published entry is read without a lock: it appears by one rename and leaves by one.
 """

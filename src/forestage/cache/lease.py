@@ -6,11 +6,11 @@
                           JOB.nodes    its nodes, by a Prolog that has imported nothing
                           JOB.shown    what further steps are shown (cache/step_record.py)
                           JOB.directory  by what its own directory shows
-                          (features/data/directory_record.py)
+                                       (features/data/directory_record.py)
                           JOB.data     its Epilog has data to release (features/data/requests.py)
                           JOB.over     an Epilog without Python was here (epilog/forestage)
                           JOB.prolog   locked as long as its Prolog works
-(hooks/background_prolog.py)
+                                       (hooks/background_prolog.py)
 
 A number comes again: where slurmctld has lost its state, or MaxJobId is passed. So JOB.json, .said,
 .nodes, .prolog and each image in .shown say whose they are, and JOB.json, .nodes and .prolog when

@@ -6,9 +6,10 @@
     parts/<key>/peers          how many bytes came from peers, in decimal, while they help
     parts/<key>/source-failed  is there while peers help and the source gives errors here
     parts/<key>/origins        who read which chunks from the source, see
-features/peers/chunk_readers.py parts/<key>/hot            the pieces that a start of the image
-reads: their numbers, in JSON parts/<key>/waited         its time is when a hook last said that it
-waits parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
+                               features/peers/chunk_readers.py
+    parts/<key>/hot            the pieces that a start of the image reads: their numbers, in JSON
+    parts/<key>/waited         its time is when a hook last said that it waits
+    parts/<key>/owner.json     what is copied, by whom, since when; good for one boot
 
 The map is the unit of resume, of progress and of verifying. A chunk's entry is written after its
 bytes, so a killed copy leaves a map that is true. After a power cut the map may have reached the

@@ -1,4 +1,4 @@
-"""An `SourceImage`: the bytes that a path means, who may read them, and whether they may be staged.
+"""A `SourceImage`: the bytes that a path means, who may read them, and whether they may be staged.
 
 The path is opened in sources/opening, as the user; what is found there are `PathFacts`, of which
 `check_image` makes an image, or says why it is none.
@@ -194,7 +194,7 @@ def check_node_redirect(found: PathFacts) -> None:
 
     Everybody on the node would find the file read-only, immovable and nosuid: an image that is
     complete can bear that, but not somebody else's log or program, which any user who can read it
-    may name. `found` must have been opened with `copied_head`.
+    may name. `found` must have been opened with `read_copy_head`.
     """
     check_squashfs(found)
     spank = "`redirect: spank` stages such files as well"

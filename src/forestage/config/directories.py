@@ -2,7 +2,7 @@
 
     /etc/forestage, /etc/forestage/conf.d    0711, by `forestage enable` and the sweep
     /run/forestage/conf.d.json               `ConfigDirectoryListing`: what is in conf.d, for users'
-commands
+                                             commands
 
 Who lists a directory can hold up all who make a name in it (system/folders.py): an admin's editor,
 configuration management, `forestage off`. Hooks run where one has been called since the boot. A

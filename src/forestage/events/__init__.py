@@ -1,8 +1,8 @@
 """Events: what the hooks and stagers did, one line each, for people, `explain` and `report`.
 
-`log` writes and reads events.jsonl and makes the line of the system log; `user_files` has what
-users may read of it; `reasons` explains each reason of an outcome. The counters made of events are
-those of `tally`. `reasons` is not imported here, since no hook needs it.
+`event_log` writes and reads events.jsonl and makes the line of the system log; `user_files` has
+what users may read of it; `reasons` explains each reason of an outcome. The counters made of events
+are in commands/event_counters.py. `reasons` is not imported here, since no hook needs it.
 """
 
 from forestage.events.event_log import UNSERVED_RESULTS as UNSERVED_RESULTS

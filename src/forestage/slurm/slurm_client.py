@@ -135,8 +135,8 @@ class SlurmClient(NamedTuple):
     ) -> run.ProcessResult:
         """Runs one of Slurm's commands, until `stop` or for `limit` seconds.
 
-        `variables` are its own, beside SLURM_CONF. `most` as in `run.run_program`. Raises
-        SlurmError, Failed.
+        `variables` are its own, beside SLURM_CONF. `most` as `max_bytes` of `run.run_program`.
+        Raises SlurmError, Failed.
         """
         argv = [self.locate_command(words[0]), *words[1:]]
         given = {"SLURM_CONF": self.conf} if self.conf else {}

@@ -71,7 +71,7 @@ class QueuedCopy(msgspec.Struct, frozen=True):
 def choose_turn(key: str, copies: Sequence[QueuedCopy], slots: int, user_slots: int) -> CopyTurn:
     """Pure: what the copy of this key does now; `slots` copies may be under way at once.
 
-    Of these, one user's jobs get `slots_per_user` for copies that they need.
+    Of these, one user's jobs get `user_slots` for copies that they need.
     """
     placed = [copy for copy in copies if copy.has_slot]
     free = max(0, slots - len(placed))

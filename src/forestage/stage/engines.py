@@ -42,7 +42,7 @@ class CopyHelpers(Protocol):
 
 
 class ChunkEngine:
-    """Several threads, large chunks. Like Rsync it goes on from wherever the part already is."""
+    """Several threads, large chunks. Like RsyncEngine it goes on from wherever the part is."""
 
     def __init__(self, tuning: CopyTuning) -> None:
         self.tuning = tuning

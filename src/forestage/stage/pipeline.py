@@ -45,7 +45,7 @@ class CopyStats(msgspec.Struct):
     """What a copy took, as its event says it; of evicted entries the keys, times in seconds.
 
     `rate` are bytes per second of the source, 0 where that is not known. It grows on the way, so
-    that a copy that fails has its figures too. `expected` and `ahead` as in `Copied`.
+    that a copy that fails has its figures too. `expected` and `ahead` as in `CopyOutcome`.
     """
 
     evicted: tuple[str, ...] = ()
@@ -270,7 +270,7 @@ def _copy_bytes(
 
 
 def _find_helpers(task: CopyTask) -> engines.CopyHelpers | None:
-    """Return the first that is to help."""
+    """Return the helpers that the first feature has for this copy, or None."""
     features = _helping(task)
     if not features:
         return None

@@ -137,7 +137,7 @@ def read_pieces(
 
 
 def read_piece(source: ReadableSource, start: int, want: memoryview, buffer: memoryview) -> None:
-    """Fills `want`, the head of the page-aligned `allocate_piece_buffer`.
+    """Fills `want`, the head of the page-aligned `buffer`.
 
     Raises SourceTruncated, SourceUnreadable.
     What the page cache has is taken from there, and stays there for those who brought it in. The

@@ -79,7 +79,7 @@ def run_until_stopped(work: Callable[[threading.Event], None]) -> None:
     Any call of the work may hang with the source, and a thread in such a call hears no signal. So
     the main thread does nothing but wait for it. Raises CopyStopped where the work goes on for
     ENDS_WITHIN seconds after the event was set, by SIGTERM or by the work itself; then the process
-    has to end at once (child.run_and_exit): a stager may be killed at any line.
+    has to end at once (forked_child.run_and_exit): a stager may be killed at any line.
     """
     stop = threading.Event()
     signals: list[int] = []

@@ -43,8 +43,8 @@ _MOST_GROUPS = 20  # that a message lists
 class User(msgspec.Struct, frozen=True, omit_defaults=True):
     """The job's owner. `gid` is the primary group.
 
-    `list_group_ids` are all groups, the primary one first, and `home` is the home directory that
-    the node has for the user; both are None as long as the name service was not asked
+    `groups` are all groups, the primary one first, and `home` is the home directory that the node
+    has for the user; both are None as long as the name service was not asked
     (`query_name_service`). `of_step`: Slurm gave these groups to the step, and the node may know
     others.
     """

@@ -49,7 +49,7 @@ LONGEST_DETAIL = 4096  # characters of an error
 class DaemonSpec(msgspec.Struct, frozen=True):
     """Its name in ps(1), its cgroup (forked_child.leave_job_cgroups) and its oom_score_adj.
 
-    Without a cgroup it is the step's.
+    With `leaf` None it stays in the step's cgroups.
     """
 
     name: str
@@ -133,8 +133,8 @@ def start_daemon(
 ) -> StartChannel:
     """Starts a holder that `work` is all of; the caller closes the channel on which it tells.
 
-    `work` says on its end that the hook may end (Channel.release_hook). This waits for that,
-    `patience` seconds at most. `about` begins the line in the log where an error ends it.
+    `work` says on its end that the hook may end (StartChannel.release_hook). This waits for
+    that, `patience` seconds at most. `about` begins the line in the log where an error ends it.
     """
     pid, ours = forked_child.fork_with_socket(
         lambda theirs: _run_daemon(spec, work, StartChannel(theirs)),
@@ -188,7 +188,7 @@ RequestHandler = Callable[[socket.socket, bytes], None]
 class TaskConnections:
     """The tasks that are connected to a holder's socket, by their connections' numbers.
 
-    `listener` is None where no more are taken; `greet` is called with each that comes.
+    `listener` is None where no more are taken; `on_connect` is called with each that comes.
     """
 
     def __init__(

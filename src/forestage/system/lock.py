@@ -87,7 +87,7 @@ def held_for_work(path: Path, timeout: float) -> Iterator[None]:
     Raises LockTimeout, OSError.
     `timeout` in seconds; 0 tries once. The file stays. A child that is forked meanwhile does not
     hold the lock. The directory above the lock's folder must be one that users cannot list, which
-    /run is not (Places.locks): filelock calls mkdir(2) for the folder though it is there.
+    /run is not (NodePaths.locks): filelock calls mkdir(2) for the folder though it is there.
     """
     # Its import takes longer than all that a hook does.
     import filelock

@@ -1,4 +1,4 @@
-"""The bytes of one file (`Places.mounting`) that processes lock before they may hang for a user.
+"""The bytes of one file (`NodePaths.mounting`) that processes lock before they may hang for a user.
 
 Each kind of process has a range of the file, and in it each user some bytes. All of them are locks
 of the same file, so two ranges that overlap would let one user hold up another. What the companion

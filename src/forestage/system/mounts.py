@@ -262,9 +262,7 @@ def format_mountinfo_marker(origin: BindOrigin) -> bytes:
 def list_binds_of_origin(
     mounts: list[MountInfo], origin: BindOrigin
 ) -> list[tuple[MountInfo, str]]:
-    """Pure: binds of files below `find_bind_origin`, each with its path inside it.
-
-    Wherever they are mounted.
+    """Pure: binds of files below `origin`, wherever mounted, each with its path inside it.
 
     They are known by device and by path inside the file system, so no other program's mounts and no
     file that a user made can look like ours. A deleted file's path ends in `//deleted`.
@@ -277,7 +275,7 @@ def list_binds_of_origin(
 
 
 def list_binds_of_directory(mounts: list[MountInfo], directory: str) -> list[tuple[MountInfo, str]]:
-    """Pure: `list_binds_of_origin` a directory of the same mount table."""
+    """Pure: as `list_binds_of_origin`, of a directory in the same mount table."""
     found = find_bind_origin(mounts, directory)
     return list_binds_of_origin(mounts, found) if found else []
 

@@ -8,7 +8,7 @@ can neither signal nor trace (pid_namespaces(7)).
       the init        root's, in no cgroup of a step's; ends with who has started it, or when the
                       program does
         the program   the user's, and what it starts: in a task's cgroups
-(forked_child.enter_task_cgroups)
+                      (forked_child.enter_task_cgroups)
 
 One of them that is in the kernel for good, as a disk hangs, keeps the init: who has started it sees
 that it has not ended. /proc is the node's in here, too: its numbers are not those of kill(2).

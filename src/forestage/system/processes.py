@@ -29,7 +29,7 @@ class ProcessStat(NamedTuple):
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, which no later one of its number is taken for; `began` as in Stat."""
+    """A process, which no later one of its number is taken for; `began` as in ProcessStat."""
 
     pid: int
     began: int

@@ -105,7 +105,7 @@ class RunningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended, as in Ran; None as long as it runs."""
+        """How it ended, as in ProcessResult; None as long as it runs."""
         return self._process.poll()
 
     def kill(self) -> None:

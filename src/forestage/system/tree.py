@@ -121,9 +121,8 @@ class RootedTree(msgspec.Struct, frozen=True):
 class RecordingTree(RootedTree, frozen=True):
     """Such a tree that notes what was read of it.
 
-    `file_stamps` has those of each path, from before it was read.
-
-    Inode, size, mtime and ctime in ns; zeros for what is not there.
+    `file_stamps` has inode, size, mtime and ctime (ns) of each path, from before it was read; zeros
+    for what is not there.
     """
 
     file_stamps: dict[str, tuple[int, int, int, int]] = msgspec.field(default_factory=dict)

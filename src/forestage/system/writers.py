@@ -6,9 +6,10 @@ given back at once: while it is held, who opens the file to write waits, or gets
 O_NONBLOCK. What it means that it is granted:
 
     ext4, xfs, btrfs, tmpfs    nobody writes (`is_lease_conclusive`), but a call that holds a page
-(decision 47) overlayfs                  … but through the directory below, or a mapping without a
-descriptor FUSE, Lustre, BeeGFS, …    nobody of this node by this mount; of other nodes it says
-nothing NFS, SMB                   they grant it by the server's leave, or never: it says nothing
+                               (decision 47)
+    overlayfs                  … but through the directory below, or a mapping without a descriptor
+    FUSE, Lustre, BeeGFS, …    nobody of this node by this mount; of other nodes it says nothing
+    NFS, SMB                   they grant it by the server's leave, or never: it says nothing
 
 Where it says nothing, the descriptors of all processes are read. These show neither a mapping whose
 descriptor was closed, nor one in a message (SCM_RIGHTS), nor a path of another mount namespace.

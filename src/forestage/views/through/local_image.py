@@ -1,7 +1,7 @@
 """The bytes of an image that are on this node: a part that grows, then the entry.
 
-`look` goes to the cache's disk, which may hang, and belongs to a thread of its own. All else asks
-memory, but for the reading itself.
+`open_latest` goes to the cache's disk, which may hang, and belongs to a thread of its own. All else
+asks memory, but for the reading itself.
 """
 
 import contextlib

@@ -198,7 +198,7 @@ class ReadServer:
             self._queue_for_copy(read)
         elif straight and self._is_copy_coming():
             self.waiting.append(read)
-            self._request_chunks(read, NOW)  # after that: see _watch
+            self._request_chunks(read, NOW)  # after that: see _run_main_loop
             self.stir.set()
         else:
             self._queue_for_source(read, NOW if straight else SOON)
