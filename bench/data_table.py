@@ -2,10 +2,9 @@
 
 The source is a FUSE file system with a latency and a rate (bench/data_source.c), the disk ext4 on
 a loop device in memory. All rivals run as the user, from the same source to the same disk, and
-count until the disk has it; `measure_forestage` is from the Prolog's call to the moment when the
-entry is ready. Before each run both file systems are mounted anew, so that no page cache has
-anything. In each round everything runs once, each round beginning with another; a ratio is the
-median of the rounds'.
+count until the disk has it; `ours` is from the Prolog's call to the moment when the entry is ready.
+Before each run both file systems are mounted anew, so that no page cache has anything. In each
+round everything runs once, each round beginning with another; a ratio is the median of the rounds'.
 """
 
 from __future__ import annotations

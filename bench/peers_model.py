@@ -1,7 +1,7 @@
-"""Simulated nodes that run forestage's own Schedule: what would 10 000 nodes do?
+"""Simulated nodes that run forestage's own ChunkSchedule: what would 10 000 nodes do?
 
-Links: each node sends and receives LINK bytes a second, whatever it has to send in the order of
-asking. The source gives SOURCE bytes a second, the same to each who reads. A dead node does not
+Links: each node sends and receives `link` bytes a second, whatever it has to send in the order of
+asking. The source gives `source` bytes a second, the same to each who reads. A dead node does not
 answer (1 s until that is noticed), a slow one has a tenth of the link, a late one starts after all
 others have begun. A node answers a first connection within ANSWER seconds, `answer` more where its
 service is slow.

@@ -15,9 +15,9 @@ Two ways run at once, on a cluster each. Host and nodes make a pass every few se
 every minute, as jobs are that much shorter. On each node a job's step reads the whole image, as
 unpacking does, and then sleeps for as long as the job runs. `s` is from slurmctld's start of the
 job to the image's last byte on a node, of all nodes of the jobs that waited for more than a second;
-Slurm's own start of job and step is in it. `find_delays`: jobs that started more than a second
-later than without prefetch, since the first one was submitted; `by`: the most. `read`: images that
-the file server gave, for each start on a node.
+Slurm's own start of job and step is in it. `later`: jobs that started more than a second later than
+without prefetch, since the first one was submitted; `by`: the most. `read`: images that the file
+server gave, for each start on a node.
 
 Then a pass of the prefetch host on a slurmctld of its own, with 10,000 jobs (prefetch_pending.py).
 """

@@ -2,8 +2,8 @@
 
 With `PrologFlags=Alloc` srun asks whether the job's Prologs are over: at once, after 0.1 s, and
 then after 0.3 s more (Slurm 22.05) or 1.1 s (since 23.02; `_wait_nodes_ready` in its allocate.c). A
-job whose Prologs are over at 0.1 s has its question `find_met_share`; any other pays for the next
-one. srun says how often it has waited.
+job whose Prologs are over at 0.1 s has its question `met`; any other pays for the next one. srun
+says how often it has waited.
 
     none, alloc, empty    see bench/lines.py; the image is read at the shared path
     noimage               our hooks, and a job without an image
@@ -146,7 +146,7 @@ def find_met_share(starts: Starts, name: str) -> float:
 
 
 def format_table(starts: Starts) -> Iterator[str]:
-    """`met` and `helped`: shares of the jobs (see Start)."""
+    """`met` and `helped`: shares of the jobs (see TaskStart)."""
     yield "| ms | median | from | to | met | helped | to none | to empty |"
     yield "|:--" + "|--:" * 7 + "|"
     for name, done in starts.items():

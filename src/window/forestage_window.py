@@ -102,7 +102,7 @@ def is_tmpfs_mount(path: str) -> bool:
 
 
 def find_window_directory(directory: str | None, name: str, environ: Mapping[str, str]) -> str:
-    """The directory of a window. Raises Trouble where none belongs to the job."""
+    """The directory of a window. Raises CopyUnavailable where none belongs to the job."""
     job = re.sub(r"[^0-9A-Za-z_-]", "", environ.get("SLURM_JOB_ID", ""))
     if directory is None:
         directory = environ.get("FORESTAGE_DIR") or (environ.get("TMPDIR") if job else None)
@@ -468,7 +468,7 @@ atexit.register(_close_windows)  # not in workers of multiprocessing: they end w
 
 
 def _ensure_private_directory(path: str) -> None:
-    """Makes the directory. Raises Trouble if what is there is not the user's alone."""
+    """Makes the directory. Raises CopyUnavailable if what is there is not the user's alone."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
     status = os.lstat(path)
@@ -478,7 +478,7 @@ def _ensure_private_directory(path: str) -> None:
 
 
 def _connect_copier(directory: str, warning: str) -> socket.socket:
-    """A connection to the window's copier. Raises Trouble or OSError.
+    """A connection to the window's copier. Raises CopyUnavailable or OSError.
 
     The process that starts the copier writes the warning: one line for all loaders of a node.
     """
@@ -650,7 +650,7 @@ class _ConsumerConnection:
         )
 
     def read_lines(self) -> Iterator[bytes]:
-        """The whole lines that have come. Raises Trouble at the connection's end."""
+        """The whole lines that have come. Raises CopyUnavailable at the connection's end."""
         with contextlib.suppress(BlockingIOError):
             start = len(self.received)
             data = self.socket.recv(1 << 20)

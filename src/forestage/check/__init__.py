@@ -1,9 +1,9 @@
 """Check of a node's setup: each part looks, judges, and names the line to change.
 
 The door of this folder is `run_checks`, with a `CheckTarget`; `format_report` renders its
-`CheckReport`. A part is a module with `findings`, which reads and may take seconds. Facts are read
-from files; of Slurm's programs only `slurmd -V` is run, which asks no daemon. What a feature looks
-at, its checks.py says.
+`CheckReport`. A part is a module with `list_findings`, which reads and may take seconds. Facts are
+read from files; of Slurm's programs only `slurmd -V` is run, which asks no daemon. What a feature
+looks at, its checks.py says.
 
 All of it happens in a child: whatever file a part reads may lie on a file system that hangs.
 """

@@ -1,7 +1,7 @@
 """The site's Slurm files as one model: slurm.conf, the scripts that it names, and plugstack.conf.
 
-`enable`, `disable` and `check` all decide by this model: what is `list_broken_scripts`, and the
-`choose_installation` by which a hook of ours comes to be called. It is read below the root of a
+`enable`, `disable` and `check` all decide by this model: what is broken (`list_broken_scripts`),
+and how a hook of ours comes to be called (`choose_installation`). It is read below the root of a
 `RootedTree`, as slurmd reads it; of Slurm's commands only `slurmd -V` is run, and nothing is
 changed.
 """
@@ -216,7 +216,7 @@ class PluginStack(msgspec.Struct, frozen=True):
     """plugstack.conf with its includes, and the plugins in the order in which Slurm loads them.
 
     `includes` are the lines for the companion's own file, whether or not it is there.
-    `list_broken_scripts` says why no more could be read.
+    `read_error` says why no more could be read.
     """
 
     file: str
@@ -268,7 +268,7 @@ def read_site(files: RootedTree, path: str) -> SlurmSite:
 
 
 def parse_slurm_conf(files: RootedTree, path: str) -> ParsedSlurmConf:
-    """Read slurm.conf alone. Raises Failed, also where SlurmClient would refuse the file."""
+    """Read slurm.conf alone. Raises Failed, also where Slurm would refuse the file."""
     try:
         text = _make_text_reader(files)
         lines = tuple(slurm_conf.read_settings(path, text))

@@ -37,11 +37,10 @@ class CopyUnderWay(msgspec.Struct, frozen=True):
     """A copy under way; sizes are bytes, times seconds.
 
     `copied` of `size` are in; `rate` is per second, without resumed bytes. `job` asked first (0: no
-    longer known). `format_age` counts since the copy began, or while it is queued since it was
-    asked for; `left` until it ends. `rate` and `left` are None until they are known. `place` in the
-    queue counts from 1; 0 is not queued. `waiting` are the jobs that hold a lease on it.
-    `from_peers` bytes came from other nodes; `served` went to others, earlier copies of the key
-    included.
+    longer known). `age` counts since the copy began, or while it is queued since it was asked for;
+    `left` until it ends. `rate` and `left` are None until they are known. `place` in the queue
+    counts from 1; 0 is not queued. `waiting` are the jobs that hold a lease on it. `from_peers`
+    bytes came from other nodes; `served` went to others, earlier copies of the key included.
     """
 
     key: str

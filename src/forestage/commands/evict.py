@@ -45,8 +45,8 @@ class EntryEviction(msgspec.Struct, frozen=True):
 class EvictionReport(msgspec.Struct, frozen=True):
     """What one command did; `stopped` are the copies that were deleted before they were whole.
 
-    `earlier_caches` is the root of the cache whose entries they were, "" for the one that is
-    configured; `removed` says that nothing of it is left.
+    `earlier` is the root of the cache whose entries they were, "" for the one that is configured;
+    `removed` says that nothing of it is left.
     """
 
     dry_run: bool

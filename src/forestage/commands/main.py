@@ -48,7 +48,7 @@ CORE_COMMANDS = {
     "The whole cluster": {},
 }
 """The headings of `forestage --help`, and below them the core's commands: each is in the module of
-its name, but for those in TOGETHER. The second value is the first sentence of its own help.
+its name, but for those in SHARED_MODULES. The second value is the first sentence of its own help.
 """
 
 SHARED_MODULES = {"disable": "enable", "on": "off", "unpin": "pin"}

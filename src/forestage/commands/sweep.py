@@ -641,7 +641,7 @@ def make_document(done: SweepReport) -> dict[str, object]:
 
 
 def format_output(done: SweepReport) -> list[OutputBlock]:
-    """Pure: what `run_sweep` prints: what was done, or would be, and what could not be."""
+    """Pure: what `sweep` prints: what was done, or would be, and what could not be."""
     would = "would be " if done.dry_run else ""
     lines = []
     for lease in done.released:

@@ -95,7 +95,7 @@ def choose_bind_owner(node: Node, bind: RedirectBind) -> User:
 
 
 def format_output(done: UnredirectResult) -> list[OutputBlock]:
-    """Pure: what `unmount_redirects` prints."""
+    """Pure: what `unredirect` prints."""
     lines = [f"{path}: redirect unmounted" for path in done.paths]
     lines += [f"Problem: {problem}" for problem in done.problems]
     lines.append(f"{format_count(len(done.paths), 'redirect')} unmounted.")

@@ -54,9 +54,8 @@ VerifyProgress = Callable[[str], None]
 class EntryVerdict(msgspec.Struct, frozen=True):
     """One entry. `chunks`: numbers of the bad ones, the first is 0.
 
-    `against` is what the bytes were compared with; `format_jobs` held a lease. A bad entry is
-    `evicted`, or `stays` says why not; neither in a dry run. `error`: it could not be verified, for
-    this.
+    `against` is what the bytes were compared with; `jobs` held a lease. A bad entry is `evicted`,
+    or `stays` says why not; neither in a dry run. `error`: it could not be verified, for this.
     """
 
     key: str
@@ -370,7 +369,7 @@ def _is_same_entry(node: Node, item: InventoryItem, fd: int | None) -> bool:
 
 
 def format_output(done: VerifyReport) -> list[OutputBlock]:
-    """Pure: what `verify_entries` prints."""
+    """Pure: what `verify` prints."""
     if not done.verdicts:
         return [TextLine("The cache holds no entry.")]
     columns = ("key", "size", "result", "path")

@@ -59,8 +59,8 @@ class Feature:
         self.words = words
         """The words that only a job's comment may have for it."""
         self.raw_words = raw_words
-        """More of them, which slurm/hints.py leaves to the feature: `Hints.words` has their values,
-        in the Prolog and in the job's steps."""
+        """More of them, which slurm/hints.py leaves to the feature: `JobHints.words` has their
+        values, in the Prolog and in the job's steps."""
         self.kinds = kinds
         """What a job asks it for, besides images by their paths: a `reference` in place of a path,
         or `data`. Only then, or for a raw word, do Prolog and step import it."""

@@ -16,8 +16,8 @@ def find_bare_name_refusal(job: Job, request: Request, seconds: float) -> Declin
     """Return what names the file, if the request is the bare name of one in the job's directory.
 
     Only for names that end as files of images do: few images of registries are looked for. A child
-    looks, as the user, for `seconds` at most, and never longer than LOOK: a file server that hangs
-    costs the job no more.
+    looks, as the user, for `seconds` at most, and never longer than LOOKUP_TIMEOUT: a file server
+    that hangs costs the job no more.
     """
     name = request.path
     if name.startswith(("/", ".")) or not name.endswith(IMAGE_SUFFIXES) or not name.isprintable():

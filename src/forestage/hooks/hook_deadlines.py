@@ -13,7 +13,7 @@ SHORT_WAIT = 1.0  # seconds that a small image is waited for: shorter than what 
 class HookDeadlines(msgspec.Struct, frozen=True):
     """How long a hook goes on: `end` limits everything, `copy` waiting for copies.
 
-    `copy` is None where the job starts without them; of SMALL ones the hook waits until `small`
+    `copy` is None where the job starts without them; of small ones the hook waits until `small`
     all the same, and until `room` for the word that a copy has room, where it may have none.
     `is_read_through`: what can be read through is not waited for until `copy`. `on_copy_wait` is
     called now and then during a wait. `fill` is how long a step waits for what its job has put into

@@ -3,11 +3,11 @@
     hook     forks, passes on what its child says, and ends as soon as that says that it ends
     child    does all the work; tells the hook which cache it works on, and until when at most
 
-Each LOOK the hook asks a probe (cache/disk_probe.py) whether that cache answers. Where it has not
-for HANGS, or the child's time is over, the hook kills it and goes on without the cache: the job
-reads its source. A killed child does nothing any more; one that is stuck in the kernel does nothing
-when it wakes. A Prolog that works in the background (hooks/background_prolog.py) needs none of
-this.
+Each PROBE_INTERVAL the hook asks a probe (cache/disk_probe.py) whether that cache answers. Where it
+has not for HANG_AFTER, or the child's time is over, the hook kills it and goes on without the
+cache: the job reads its source. A killed child does nothing any more; one that is stuck in the
+kernel does nothing when it wakes. A Prolog that works in the background
+(hooks/background_prolog.py) needs none of this.
 
 Nothing is imported here before something hangs.
 """

@@ -35,7 +35,7 @@ class RequestResult(msgspec.Struct, frozen=True):
     """What a request came to, and its image where one was found.
 
     `socket` is where the tasks of a step get the file through which they read; `decision_lines` is
-    by what it was decided that a redirect is in no container's way (Binds.decision_lines).
+    by what it was decided that a redirect is in no container's way (ContainerBinds.decision_lines).
     """
 
     outcome: RequestOutcome

@@ -81,7 +81,7 @@ class DataView(Protocol):
 
 
 def drop_nested_directories(lines: Sequence[LineFields]) -> list[LineFields]:
-    """Pure: the lines, which are `sort_by_depth`, without directories in each other's way.
+    """Pure: the lines, as `sort_by_depth` has them, without directories in each other's way.
 
     One that lies in another is in that one's copy, too. One in which something else is mounted
     stays the shared one, as the copy has other inodes.

@@ -114,9 +114,10 @@ class FileReaderPool:
             self._free.put(one)
 
     def read_pieces(self, pieces: Sequence[FilePiece], want: Sequence[memoryview]) -> None:
-        """Fills the memory of each of the pieces; together they are a ROOM at most, and not MANY.
+        """Fills the memory of each of the pieces; together they have MAX_REQUEST_BYTES at most.
 
-        Raises Declined, SourceTruncated, SourceUnreadable, Failed.
+        There are MAX_REQUEST_PIECES of them at most. Raises Declined, SourceTruncated,
+        SourceUnreadable, Failed.
         """
         reader = self._free.get()
         try:

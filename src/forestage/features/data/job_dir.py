@@ -111,8 +111,8 @@ class JobDirMount(msgspec.Struct, frozen=True):
 def make_job_dir(node: Node, job: Job, size: int, ram: bool, end: Deadline) -> None:
     """Makes the job's directory of `size` bytes; one that this run of the job has already, stays.
 
-    For the Prolog, once the lease is noted. Raises Declined, also once it is `remove_job_dirs`,
-    Failed, OSError.
+    For the Prolog, once the lease is noted. Raises Declined, also once it is `end`, Failed,
+    OSError.
     """
     # First: a container that mounts it would not start if it were missing.
     _make_mount_point(node.places.job_dir)

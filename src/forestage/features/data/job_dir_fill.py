@@ -118,7 +118,7 @@ def name_in_job_dir(request: Request) -> str:
 
 
 def check_request_name(noted: JobData, request: Request) -> str:
-    """Return `name_in_job_dir` of a request, if nothing else has that name there. Pure.
+    """Return where a request shows (`name_in_job_dir`), if nothing else has that name. Pure.
 
     Raises Declined, also if the job has no directory.
     """

@@ -18,8 +18,8 @@ mounted would find other bytes. What is behind a file's end is an error to a loo
 to a mapping, which a shutdown does not stop, it is SIGBUS.
 It ends by itself, and does none of this, once the directory is deleted without that. Where the
 package was removed meanwhile, no Epilog can end it: then it sees what the Epilog's shell has left
-(Leases.over_mark), and removes the device and the directory as well. So all that it needs is
-imported before, and open.
+(LeaseDirectory.over_mark), and removes the device and the directory as well. So all that it needs
+is imported before, and open.
 One that was killed is missed by nobody but the tasks that then wait.
 """
 

@@ -180,7 +180,7 @@ def scan_directory(
 def _find_links(
     root: int, files: Sequence[ManifestEntry], linked: Set[bytes], user: User
 ) -> tuple[tuple[int, int], ...]:
-    """Return which names are one inode, as `Manifest.links` has it; `linked` have several names.
+    """Return which names are one inode, as `DirectoryManifest.links` has it; `linked` have several.
 
     The copy has the bytes of the first name for all of them, so a mistake would be wrong bytes.
     Two names are one file only if

@@ -261,12 +261,12 @@ def has_same_view(look: ScanNotice, root: int, path: str, user: User) -> bool:
 
 
 def is_fresh(look: ScanNotice, now: float) -> bool:
-    """Pure: whether a step may go by this look; `digest_for_step` is wall time here."""
+    """Pure: whether a step may go by this look; `now` is wall time here."""
     return abs(now - look.began) <= SKEW
 
 
 def seconds_to_settle(found: DirectoryManifest, looked: float) -> float:
-    """Pure: seconds until a further change must show in its times; `make_notice` is wall time."""
+    """Pure: seconds until a further change must show in its times; `looked` is wall time."""
     newest = FileIdentity("", 0, 0, found.newest_ns, found.newest_ns)
     return source.seconds_to_settle(SourceImage(newest, AccessRights(0, 0, 0)), looked)
 

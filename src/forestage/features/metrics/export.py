@@ -95,7 +95,7 @@ def hold_metrics_lock(places: NodePaths) -> Iterator[None]:
 
 
 def count_new_events(places: NodePaths) -> EventTally:
-    """Counts the events that no run has counted yet; as root, while `hold_metrics_lock`.
+    """Counts the events that no run has counted yet; as root, under `hold_metrics_lock`.
 
     Raises OSError.
     """

@@ -3,7 +3,7 @@
     /var/lib/forestage/textfile.json    `LastTextfile`; written before the file itself is
 
 One that stays behind after a change of `metrics.textfile` exports its values for ever, and twice
-where node exporter reads both. All of it happens while `hold_metrics_lock`.
+where node exporter reads both. All of it happens under `hold_metrics_lock`.
 """
 
 import contextlib

@@ -66,7 +66,7 @@ class SessionReply(msgspec.Struct, frozen=True):
 
 
 class Authenticator(Protocol):
-    """A way to make credentials and to read them. Both raise Refused and ForestageErrors."""
+    """A way to make credentials and to read them. Both raise BadCredential and ForestageErrors."""
 
     def make_credential(self, key: str) -> Credential: ...
 

@@ -2,7 +2,7 @@
 
 A copy has one session with each peer, which a thread of its own opens first: a peer that does not
 answer holds up no thread that brings chunks. Each of these has connections of its own, and keeps
-the KEPT that it used last.
+the MAX_CONNECTIONS that it used last.
 """
 
 import contextlib

@@ -43,7 +43,8 @@ class ResponseDeadline:
     """How long one response may take; seconds.
 
     Its first byte may take `wait` longer than SILENCE_TIMEOUT, which is the limit between two
-    reads. `until` (monotonic) is the limit for all of it; `late` is the reason once that is over.
+    reads. `until` (monotonic) is the limit for all of it; `outcome_if_late` is the reason
+    once that is over.
     """
 
     def __init__(

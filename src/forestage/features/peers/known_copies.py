@@ -1,15 +1,14 @@
 """Who may have a copy of a key, on nodes of other jobs: a question that is an announcement too.
 
     GET /v1/copies/<key>[/<node>]   <node> is about to copy <key>; the answer: `KnownCopiesReply`,
-with a MAC
+                                    with a MAC
 
-A stager asks ASKED nodes of root's own list (features/peers/node_list.py), those that come first in
-the
-key's ring: all stagers ask the same ones, themselves too. Each of them remembers who asked, and
-names them to who asks next. Of a job of many nodes only some say who they are: those of earlier
-jobs would be forgotten for it, while its nodes still ask. There is no tracker, and none of this
-outlives the service. Names are hints: a node that has nothing costs one request, and what it gives
-is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
+A stager asks QUERIED_NODES nodes of root's own list (features/peers/node_list.py), those that come
+first in the key's ring: all stagers ask the same ones, themselves too. Each of them remembers who
+asked, and names them to who asks next. Of a job of many nodes only some say who they are: those of
+earlier jobs would be forgotten for it, while its nodes still ask. There is no tracker, and none of
+this outlives the service. Names are hints: a node that has nothing costs one request, and what it
+gives is believed no more than any peer (docs/decisions/0051-any-warm-node-serves.md).
 
 Copies ahead of jobs begin on many nodes within a minute, and nobody waits for them. The first
 READERS nodes that ask share the reading, as the nodes of a job do, with those that were before

@@ -10,7 +10,7 @@ between nodes only find less.
 
 One question to slurmctld a node and day, for all nodes at once: with 10,000 of them 3.6 MB and
 30 ms of slurmctld's time. The nodes' names spread them over some hours, and the first ones, which
-all nodes may ask after the same boot, over EACH for each node (docs/peers.md).
+all nodes may ask after the same boot, over DELAY_PER_NODE for each node (docs/peers.md).
 """
 
 import socket

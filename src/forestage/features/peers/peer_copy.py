@@ -344,7 +344,7 @@ class PeerCopy(ChunkCopy):
     ) -> None:
         """Compares what a peer gave with the source, where that is due.
 
-        Raises _Lie, SourceTruncated.
+        Raises _PeerMismatch, SourceTruncated.
         """
         start, size = self.chunk_span(ask.number)
         if self.schedule.is_obsolete(ask):
@@ -514,7 +514,8 @@ def draw_samples(
     length = SMALLEST
     while length < min(LARGEST, chunk) and 2 * length * SAMPLES <= budget:
         length *= 2
-    # Where it is not enough for one, some nodes have one: together no more than SHARE on average.
+    # Where the budget is not enough for one sample, some nodes have one: together no more than
+    # COMPARED_SHARE on average.
     count = int(min(SAMPLES, budget / length + dice.random() * (budget < length)))
     for number in dice.choices(numbers, k=count) if numbers else ():
         start = number * chunk

@@ -3,11 +3,11 @@
     POST /v1/session               a credential (auth.py); returns the session's name, with a MAC
     GET  /v1/chunk/<key>/<number>  Range: the chunk's bytes; request and response carry a MAC
     GET  /v1/look/<job>/<name>     what it has found in a directory (features/data/shared_scan.py);
-    likewise
+                                   likewise
     GET  /v1/copies/<key>[/<node>]  who may have a copy (known_copies.py); likewise
-
-    GET  /v1/expected              which images pending jobs name (prefetch/expected); likewise
-    GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (notices.py); likewise
+    GET  /v1/expected              which images pending jobs name
+                                   (features/prefetch/expected_list.py); likewise
+    GET  /v1/wrong/<key>/<reader>  what the reader read is wrong (wrong_data_notices.py); likewise
 
 Forestage-Reach says who asks for a chunk: `job n5`, a node of the same job, or `cluster n5`.
 Forestage-Has says who read the chunk from the source.

@@ -62,7 +62,10 @@ from forestage.features.peers.peer_table import (
 from forestage.features.peers.ring import SOURCE, NodeRing
 
 FailureReason = Literal["absent", "refused", "silent", "wrong", "slow", "source"]
-"""Why a chunk did not come: protocol.ChunkRefused, or `source`: the shared file system failed."""
+"""Why a chunk did not come, as connection.PeerRequestError has it.
+
+`source`: the shared file system failed.
+"""
 
 
 class ChunkTransfer(msgspec.Struct, frozen=True):

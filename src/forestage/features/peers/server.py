@@ -1,9 +1,9 @@
 """Peer service, `forestage peer`: gives chunks of images to other nodes. It knows keys, not paths.
 
 protocol.py has the requests, sessions.py the limits of clients, auth.py what proves a client. A
-chunk of a copy under way is waited for, as long as the client likes, up to WAIT, and the copy is
-told that it is wanted. The bytes go from the page cache to the network by sendfile(2). Everything
-else is 404, and nothing is listed.
+chunk of a copy under way is waited for, as long as the client likes, up to MAX_CHUNK_WAIT, and the
+copy is told that it is wanted. The bytes go from the page cache to the network by sendfile(2).
+Everything else is 404, and nothing is listed.
 
 One event loop does it all, but for munge, which has threads.
 """
@@ -131,7 +131,7 @@ class PeerService:
         self.recent_notices = known_copies.RequesterTable(
             wrong_data_notices.MAX_READERS, wrong_data_notices.REPEAT_AFTER
         )
-        self.next_proof_note = 0.0  # not before, see _note_proof
+        self.next_proof_note = 0.0  # not before, see _record_proof
         self.upload_rate = UploadRateLimit(node.config.peers.bandwidth, self.now)
         self.uploads = asyncio.Semaphore(MAX_UPLOADS)
         self.decoders = asyncio.Semaphore(MAX_DECODERS)
@@ -197,7 +197,7 @@ class PeerService:
         return web.Response(body=msgspec.json.encode(opened))
 
     async def _read_claim(self, request: web.BaseRequest) -> VerifiedClaim:
-        """What the credential says that is the request's body. Raises _Refused."""
+        """What the credential says that is the request's body. Raises _HttpRefusal."""
         length = request.content_length
         if length is None or not 0 < length <= MAX_CREDENTIAL_BYTES:
             raise _HttpRefusal(413)
@@ -221,7 +221,7 @@ class PeerService:
     def _authenticate(
         self, request: web.BaseRequest, key: str, number: int
     ) -> _AuthenticatedRequest:
-        """The request, if its MAC is right and it did not come before. Raises _Refused."""
+        """The request, if its MAC is right and it did not come before. Raises _HttpRefusal."""
         headers = request.headers
         counter, span = headers.get("Forestage-Counter", ""), headers.get("Range", "")
         session = self.sessions.find(headers.get("Forestage-Session", ""))
@@ -342,7 +342,7 @@ class PeerService:
                 return await self._send_chunk(request, ask, found)
 
     async def _wait_for_chunk(self, ask: _AuthenticatedRequest, end: float) -> PresentChunk:
-        """The chunk, at once or when it arrives. Raises _Refused."""
+        """The chunk, at once or when it arrives. Raises _HttpRefusal."""
         known = local_chunks.read_copy_state(self.cache, ask.session.key)
         # What arrives only after this look may be anybody's.
         if (
@@ -381,7 +381,7 @@ class PeerService:
     def _check_same_span(
         self, ask: _AuthenticatedRequest, found: PresentChunk | PendingChunk
     ) -> None:
-        """Raises _Refused where the client has another `chunk_size`, and means other bytes."""
+        """Raise _HttpRefusal if the client has another `chunk_size`, and means other bytes."""
         if ask.span != f"bytes={found.start}-{found.start + found.size - 1}":
             raise _HttpRefusal(416)
 
@@ -401,7 +401,7 @@ class PeerService:
 
     @contextlib.asynccontextmanager
     async def _upload_slot(self, size: int, end: float) -> AsyncIterator[None]:
-        """Around one upload: bounds their number and bandwidth. Raises _Refused at `end`."""
+        """Around one upload: bounds their number and bandwidth. Raises _HttpRefusal at `end`."""
         try:
             await asyncio.wait_for(self.uploads.acquire(), max(0.0, end - self.now()) + 0.01)
         except asyncio.TimeoutError:

@@ -63,7 +63,7 @@ def delete_silence(places: NodePaths, node: str) -> None:
 
 
 def _is_recent(file: Path, now: float) -> bool:
-    """Return whether a file says that its node was silent within LASTS."""
+    """Return whether a file says that its node was silent within SILENCE_LASTS."""
     try:
         since = float(files.read_file(file))
     except (OSError, ValueError):  # the latter: a file that is being written, or anything else

@@ -3,9 +3,9 @@
     GET /v1/expected              the answer: `ExpectedImageList`, with a MAC
     /run/forestage/expected.json  on the host as it was made, on a node as it was taken
 
-A node takes no list that is older than its own, and none for longer than LASTS: without the host it
-knows nothing after a while, and does nothing. What is in a list is a wish. Each image is opened as
-the user whose jobs name it (docs/decisions/0053-nodes-ask-the-prefetch-host.md).
+A node takes no list that is older than its own, and none for longer than LIST_LASTS: without the
+host it knows nothing after a while, and does nothing. What is in a list is a wish. Each image is
+opened as the user whose jobs name it (docs/decisions/0053-nodes-ask-the-prefetch-host.md).
 """
 
 import time

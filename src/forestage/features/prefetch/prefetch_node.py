@@ -142,7 +142,7 @@ def select_wanted_images(
 
 
 class _NodePassRun:
-    """One pass at work: `prefetch_record` grow, and are written as they do."""
+    """One pass at work: `record` grows, and is written as it does."""
 
     def __init__(
         self, node: Node, slurm: SlurmClient, listed: ExpectedImageList, dry_run: bool, now: float

@@ -2,10 +2,11 @@
 
     /run/forestage/prefetched.json   root's; gone after a reboot
 
-A look is kept for AGAIN, so that no pass asks the file server for all images. What was in vain (no
-access, no such user, a mount that hangs, a new file, a copy that fails, or is evicted before a job
-has used it) is tried TRIES times, and again once a job has used it, or the list has not named it
-for FORGET: else one who submits and cancels by turns would have it copied for ever.
+A look is kept for INSPECT_INTERVAL, so that no pass asks the file server for all images. What was
+in vain (no access, no such user, a mount that hangs, a new file, a copy that fails, or is evicted
+before a job has used it) is tried MAX_TRIES times, and again once a job has used it, or the list
+has not named it for FORGET_AFTER: else one who submits and cancels by turns would have it copied
+for ever.
 """
 
 from collections.abc import Iterable

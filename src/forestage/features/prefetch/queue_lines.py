@@ -36,8 +36,7 @@ _JOB = re.compile(r"[0-9]+(?:[_+][0-9]+)?", re.ASCII)
 class PendingJobQueue(msgspec.Struct, frozen=True):
     """The jobs that count, the next one first, and how many others there are, by reason.
 
-    `count_runnable_tasks`: how many jobs there are with each task of an array; None where squeue
-    cut one short.
+    `tasks`: how many jobs there are with each task of an array; None where squeue cut one short.
     """
 
     pending: tuple[PendingJob, ...] = ()

@@ -9,7 +9,7 @@ from forestage.features.contexts import PeerServiceFacts, ServiceRoute
 from forestage.paths import NodePaths
 from forestage.system import records
 
-PATH = re.compile("/v1/(?P<key>expected)")  # expected.KEY
+PATH = re.compile("/v1/(?P<key>expected)")  # expected_list.KEY
 
 
 def routes() -> tuple[ServiceRoute, ...]:

@@ -9,10 +9,11 @@ MAX_BYTES = 64 << 20  # that squeue may write about all jobs that wait
 
 
 def query_pending_jobs(slurm: SlurmClient, nonce: str) -> str:
-    """Return what squeue lists of all jobs that wait, the next one first, for `queue.parse_queue`.
+    """Return what squeue lists of all jobs that wait, the next one first.
 
-    What a user has written stands behind `nonce`, which nobody can know before, nor meanwhile: it
-    is in a variable, as who lists processes sees the command line. Raises SlurmError, Failed.
+    It is for `queue_lines.parse_queue`. What a user has written stands behind `nonce`, which nobody
+    can know before, nor meanwhile: it is in a variable, as who lists processes sees the command
+    line. Raises SlurmError, Failed.
     """
     # Without widths, which cut a field off or fill it up. Of the times only epochs can be read.
     fields = (

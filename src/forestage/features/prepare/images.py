@@ -40,7 +40,7 @@ class ListedImage(msgspec.Struct, frozen=True):
 
 
 class ImageListing(msgspec.Struct, frozen=True):
-    """What was found; `cut_off`: there was more to look at than MOST_LOOKED_AT names."""
+    """What was found; `cut_off`: there was more to look at than MAX_NAMES names."""
 
     images: tuple[ListedImage, ...]
     below: tuple[str, ...]

@@ -141,7 +141,7 @@ def pack_directory(
 
 
 def format_output(done: PackResult) -> list[OutputBlock]:
-    """Pure: what `pack_directory` prints."""
+    """Pure: what `pack` prints."""
     facts = (
         ("inodes", str(done.inodes)),
         ("size", f"{format_size(done.size)}, {done.compression}"),

@@ -142,7 +142,7 @@ def create_striped(part: Path, layout: StripeLayout) -> None:
 
 
 def format_output(done: PublishResult) -> list[OutputBlock]:
-    """Pure: what `publish_image` prints."""
+    """Pure: what `publish` prints."""
     osts = "all OSTs" if done.layout.stripes == -1 else f"{done.layout.stripes} OSTs"
     layout = f"{osts}, in stripes of {done.layout.size}"
     if not done.striped:

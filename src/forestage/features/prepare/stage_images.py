@@ -146,7 +146,7 @@ def _wait_for_result(
 
 
 def format_output(done: StageReport) -> list[OutputBlock]:
-    """Pure: what `copy_images` prints."""
+    """Pure: what `stage` prints."""
     rows = [
         (
             one.result,

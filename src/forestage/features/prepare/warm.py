@@ -117,7 +117,7 @@ def list_partition_nodes(name: str, slurm: SlurmClient) -> tuple[str, ...]:
 
 
 def format_comment(order: WarmRequest) -> str:
-    """Pure: the hint, as job.py reads it: commas, spaces and `;` separate names there."""
+    """Pure: the hint, as slurm/hints.py reads it: commas, spaces and `;` separate names there."""
     paths = ",".join(quote(image, safe="/", errors="surrogateescape") for image in order.images)
     return f"stage={paths}" + (f" stage-wait={order.wait}" if order.wait else "")
 
@@ -158,7 +158,7 @@ def warm_nodes(
     token: str,
     progress: Callable[[str], None],
 ) -> WarmReport:
-    """Runs the jobs and waits for all. Raises SlurmError where SlurmClient's commands are missing.
+    """Runs the jobs and waits for all. Raises SlurmError where Slurm's commands are missing.
 
     `token` makes the jobs' name unique, so that an interrupt cancels these and no others.
     """
@@ -222,7 +222,7 @@ def _format_totals(answers: Iterable[WarmNodeResult]) -> str:
 
 
 def format_output(done: WarmReport) -> list[OutputBlock]:
-    """Pure: what `warm_nodes` prints."""
+    """Pure: what `warm` prints."""
     columns = ("node", "result", "staged", "job", "took", "image or reason")
     rows: list[tuple[str, ...]] = []
     for one in done.nodes:

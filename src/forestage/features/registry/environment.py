@@ -82,7 +82,10 @@ class EnrootSettings(msgspec.Struct, frozen=True):
 
     @property
     def can_import_digests(self) -> bool:
-        """Whether this enroot can be told which manifest to import (`Reference.enroot_uri`)."""
+        """Whether this enroot can be told which manifest to import.
+
+        See `ImageReference.enroot_uri`.
+        """
         return self.enroot_version >= TAG_DIGEST
 
 

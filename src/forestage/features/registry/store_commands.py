@@ -1,8 +1,8 @@
 """Images of registries by hand: `forestage registry get`, `import`, `ls`, `gc`.
 
-`obtain_for_step` is what pyxis' importer runs where a step sees no copy of its image; like `import`
-it runs as the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so
-does the sweep, which each hour visits some users' directories (`collect_some_users`).
+`get` is what pyxis' importer runs where a step sees no copy of its image; like `import` it runs as
+the job's user, and has a worker do it. `ls` and `gc` act as each directory's owner; so does the
+sweep, which each hour visits some users' directories (`collect_some_users`).
 """
 
 import contextlib
@@ -284,7 +284,7 @@ def collect_some_users(config: Config, places: NodePaths, clock: Clock) -> list[
 
     A node visits some users at random each hour, and one of all that visit a user collects: so
     nobody has to say which node it is, and nothing is written but by a directory's owner. A store
-    that hangs costs the sweep LISTED seconds. Raises OSError, as_user.ChildTimeout.
+    that hangs costs the sweep LIST_TIMEOUT seconds. Raises OSError, as_user.ChildTimeout.
     """
     if config.registry.store is None:
         return []

@@ -25,7 +25,10 @@ def without_cache(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
 
 
 def afterwards(facts: SweepFacts) -> Mapping[str, tuple[object, ...]]:
-    """Collect in the store of images, if it is this node's turn. Raises as `clean_some` does."""
+    """Collect in the store of images, if it is this node's turn.
+
+    Raises as `collect_some_users` does.
+    """
     node = facts.node
     if facts.dry_run:
         return {}

@@ -24,7 +24,7 @@ from forestage.system import run
 from forestage.system.as_user import User
 
 MODULE = "forestage.features.registry.worker_main"
-AT_ONCE = 64 * 1024  # bytes read by one call of `words`; a pipe holds as much
+AT_ONCE = 64 * 1024  # bytes read by one call of `read_messages`; a pipe holds as much
 MOST = 4 << 20  # bytes in all: a line each 30 s, for weeks
 
 
@@ -47,7 +47,7 @@ class RegistryWorker:
         self.kill()
 
     def read_messages(self) -> list[WorkerMessage]:
-        """What it said since the last call; the last word ever is Present or Refused.
+        """What it said since the last call; the last word ever is ImageReady or ImportRefused.
 
         Once `ended` is set there will be no more.
         """

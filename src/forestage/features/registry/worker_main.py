@@ -2,11 +2,12 @@
 
     python3 -I -m forestage.features.registry.worker_main ORDER
 
-    order -> environment -> reference -> digest (the job's record, or resolved)    says Resolved
-          -> in the store, or imported by one worker for all (obtain.py)           says Present
+    order -> environment -> reference -> digest (the job's record, or resolved)  DigestResolved
+          -> in the store, or imported by one worker for all (image_import.py)   ImageReady
 
 Words are lines of JSON on stdout (worker_messages.py); what goes wrong is the last of them,
-Refused. It ends, and has all end that it started, when its stdin ends: then nobody waits any more.
+ImportRefused. It ends, and has all end that it started, when its stdin ends: then nobody waits any
+more.
 """
 
 import contextlib

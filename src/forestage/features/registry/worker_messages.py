@@ -1,10 +1,10 @@
 """What a registry worker is told, and the lines of JSON that it answers.
 
-    Resolved     the reference means this digest
-    Present      the image lies at this path
-    Importing    it is imported: on this host, by this worker or by another one
-    Progress     how far that is, for the user to read
-    Refused      there will be no image, and why
+    DigestResolved    the reference means this digest
+    ImageReady        the image lies at this path
+    ImportUnderWay    it is imported: on this host, by this worker or by another one
+    ImportProgress    how far that is, for the user to read
+    ImportRefused     there will be no image, and why
 
 A worker runs as the user, who can make it say anything. So root decodes lines of bounded length
 with bounded fields, and what a line claims is the user's own claim: a path is opened as the user, a
@@ -113,7 +113,10 @@ def decode_order(text: str) -> ImportOrder:
 
 
 def encode_message(word: WorkerMessage) -> bytes:
-    """The line of a word. Texts are cut and escaped; raises Odd for what cannot be: a long path."""
+    """Return the line of a word. Texts are cut and escaped.
+
+    Raises WorkerProtocolError for what cannot be cut: a long path.
+    """
     try:
         line = msgspec.json.encode(_escape_message(word)) + b"\n"
     except UnicodeError:

@@ -48,7 +48,7 @@ class SavingsEstimate(msgspec.Struct, frozen=True):
 
 
 class ReportPeriod(PeriodSums, kw_only=True):
-    """The sums of the `Report.width` seconds from `start` on."""
+    """The sums of the `SavingsReport.width` seconds from `start` on."""
 
     start: int
 

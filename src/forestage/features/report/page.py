@@ -79,7 +79,7 @@ def _escape_invisible(value: object) -> object:
 
 
 class PlotSeries(msgspec.Struct, frozen=True):
-    """Values of one colour: a field of Period, the CSS class of the colour, and the legend."""
+    """Values of one colour: a field of ReportPeriod, the colour's CSS class, and the legend."""
 
     field: str
     colour: str

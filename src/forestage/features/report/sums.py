@@ -1,6 +1,6 @@
 """Running sums over the events of many nodes, in memory that does not grow with the logs.
 
-`Sums.add_event` takes events one by one; figures.py computes the report from the sums.
+`ReportSums.add_event` takes events one by one; figures.py computes the report from the sums.
 Distributions are histograms of 2 % wide bins, starts and bytes are kept per quarter of an hour.
 """
 
@@ -116,7 +116,7 @@ class PeriodSums(msgspec.Struct):
 class GroupFigures(msgspec.Struct):
     """Figures of a user, a partition, a node or an image.
 
-    `saved_time` is in seconds, as `forestage explain` has it (events/saved_time), of the `measured`
+    `saved` is in seconds, as `forestage explain` has it (events/saved_time), of the `measured`
     starts of `local` ones from a copy; None where none was measured.
     """
 
