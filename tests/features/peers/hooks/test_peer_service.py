@@ -627,13 +627,13 @@ import sys, time
 from pathlib import Path
 from forestage.features.peers import auth, server
 server.MAX_DECODERS = 1
-real = auth.KeyFileAuthenticator.read
+real = auth.KeyFileAuthenticator.read_credential
 def read(self, text):
     print("decodes", file=sys.stderr, flush=True)
     while not Path({go!r}).exists():
         time.sleep(0.01)
     return real(self, text)
-auth.KeyFileAuthenticator.read = read
+auth.KeyFileAuthenticator.read_credential = read
 auth.check_authenticator = lambda prover: None
 """
 

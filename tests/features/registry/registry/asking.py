@@ -44,7 +44,7 @@ try:
         found["digest"] = resolve.resolve_digest(asked, settings, until)
 except Declined as error:
     found |= {"reason": error.reason, "detail": str(error)}
-    found["transient"] = getattr(error, "transient", False)
+    found["transient"] = getattr(error, "is_transient", False)
 print(json.dumps(found | {"slept": Skipping.slept}))
 """
 
