@@ -105,6 +105,12 @@ class Cluster:
         assert found is not None
         return msgspec.structs.replace(found, seconds=0.0)  # as long as it takes on this node
 
+    def start_everywhere(self, path: Path) -> None:
+        """The job's start on each node; what its scans counted does not count for a step."""
+        for name in NODES:
+            self.start(name, path)
+            self.looked(name)
+
     def step(self, name: str, number: int = 0, **facts: str) -> data.StepPart:
         limit = HookDeadlines.from_seconds(Clock(), 600.0, None)
         facts = {"SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": "n[1-2]", **facts}
@@ -193,9 +199,7 @@ def test_later_job_scans_all_on_the_first_node_and_a_sample_on_the_other(
     cluster: Cluster, path: Path
 ) -> None:
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
         again = {name: cluster.start(name, path) for name in NODES}
     assert again["n1"] == again["n2"]
     assert (cluster.looked("n1"), cluster.looked("n2")) == (ALL, manifest.SAMPLE)
@@ -239,9 +243,7 @@ def test_node_scans_the_directory_itself_if_the_first_node_publishes_no_scan(
         assert cluster.looked("n2") >= ALL
         return
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
         # The first node's step has not begun to look.
         assert cluster.step("n2").outcomes[0].result == "hit"
     assert cluster.looked("n2") == ALL
@@ -255,9 +257,7 @@ def test_step_scans_the_directory_itself_if_the_first_nodes_service_hangs(
     cluster: Cluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
     monkeypatch.setattr(protocol, "HANDSHAKE_TIMEOUT", 3600.0)
     monkeypatch.setattr(connection, "SILENCE_TIMEOUT", 3600.0)
     monkeypatch.setattr(shared_scan, "CONNECT_TIMEOUT", 0.2)
@@ -276,9 +276,7 @@ def test_step_scans_without_user_lookups_while_the_name_service_hangs(
 ) -> None:
     """A thread that is left there may hold a lock of it when the look is forked, for ever there."""
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
     hangs, ends, asked = threading.Event(), threading.Event(), tmp_path / "asked"
 
     def hang(*_: object, **__: object) -> list[object]:
@@ -345,9 +343,7 @@ def test_change_found_by_the_first_node_declines_the_other_nodes_step_without_a_
     cluster: Cluster, path: Path
 ) -> None:
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
         (cluster.nodes["n1"].server / "alice/set/1/1").write_bytes(b"another")
         shown = [cluster.step(name).outcomes[0].reason for name in NODES]
     assert shown == ["changed", "changed"]
@@ -372,9 +368,7 @@ def test_step_without_the_jobs_first_node_scans_on_the_first_node_of_its_own_lis
     cluster: Cluster, path: Path
 ) -> None:
     with cluster.serving():
-        for name in NODES:
-            cluster.start(name, path)
-            cluster.looked(name)
+        cluster.start_everywhere(path)
         shown = cluster.step("n2", SLURM_STEP_NODELIST="n2")
     assert shown.outcomes[0].result == "hit"
     assert cluster.looked("n2") == ALL
